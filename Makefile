@@ -1,0 +1,36 @@
+# Every target sets itself up: it makes .venv with pinned versions and reuses it on the next run.
+PYTHON ?= python3
+PIP := .venv/bin/python -m pip --disable-pip-version-check
+PYTEST := .venv/bin/python -m pytest -n 2
+
+.PHONY: demo test test-all check bench setup
+setup: .venv/.dev
+
+demo: .venv/.run          ## data, tokenizer, training, evaluation, report, chat
+	.venv/bin/nanok3 demo $(ARGS)
+
+test: .venv/.dev          ## the test suite without its slow checks
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: .venv/.dev      ## everything, slow checks too
+	$(PYTEST) $(ARGS)
+
+check: .venv/.dev         ## lint, format and types
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+
+bench: .venv/.dev         ## side-by-side measurements
+	.venv/bin/nanok3 bench $(ARGS)
+
+# torch goes first and by exact version: a bare `torch` may resolve to a build of several gigabytes.
+.venv/.torch: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) install -q torch==2.13.0
+	touch $@
+
+.venv/.run: .venv/.torch pyproject.toml
+	$(PIP) install -q -c constraints.txt -e '.[data,train]'
+	touch $@
+
+.venv/.dev: .venv/.run
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	touch $@

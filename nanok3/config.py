@@ -1,0 +1,779 @@
+"""One flat, frozen record of everything that defines a K3: `K3Config`.
+
+Field names are the official ones. On disk they are nested (`text_config`, `linear_attn_config`, `vision_config`);
+here they are flat, and two that would collide carry a prefix: `linear_attn_config.num_heads` is `kda_num_heads`,
+`linear_attn_config.head_dim` is `kda_head_dim`. Fields marked *ours* do not exist in the release; they are written
+to a file only where they differ from their default, so an official file comes back exactly as it was.
+
+    cfg = K3Config.k3()                 the release, to the last field that matters
+    cfg = K3Config.tiny().at_depth(9)   the same shape at another depth: one dial for a family of sizes
+    cfg = K3Config.from_json(path)      an official config.json (kimi_k3 or the older, flat kimi_linear)
+
+There is no `K3Config()` without arguments: the official class has defaults that differ from the release, and a
+field dropped on the way would silently build another model.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+MXFP4_BLOCK = 32
+"""Elements that share one scale, along the input dimension of an expert's matrix (OCP MX formats)."""
+
+_REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class _Key:
+    """Where a field lives in the file: its section path and key, and the value an absent key stands for."""
+
+    path: tuple[str, ...]
+    absent: Any = _REQUIRED
+    ours: bool = False
+
+
+def _text(name: str, absent: Any = _REQUIRED, ours: bool = False) -> _Key:
+    return _Key(("text_config", name), absent, ours)
+
+
+def _linear(name: str, absent: Any = _REQUIRED) -> _Key:
+    return _Key(("text_config", "linear_attn_config", name), absent)
+
+
+def _vision(name: str, absent: Any = None, ours: bool = False) -> _Key:
+    return _Key(("vision_config", name), absent, ours)
+
+
+@dataclass(frozen=True, kw_only=True)
+class K3Config:
+    """Shapes and switches of one model (spec: the official config.json of revision 9f62e4e). Widths are in numbers,
+    layer lists are 1-based as in the official file; `kinds` gives the schedule 0-based."""
+
+    # text backbone
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    hidden_act: str = "situ"
+    activation_situ_beta: float | None = 4.0
+    activation_situ_linear_beta: float | None = 25.0
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 1048576
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    attn_res_block_size: int | None = 12
+    attn_res_full: bool = False
+    """Ours to choose: every module output is a depth source of its own (the report's full form)."""
+
+    # KDA, the editable memory
+    kda_layers: tuple[int, ...]
+    full_attn_layers: tuple[int, ...]
+    kda_num_heads: int
+    kda_head_dim: int
+    short_conv_kernel_size: int = 4
+    gate_lower_bound: float | None = -5.0
+    use_full_rank_gate: bool = True
+
+    # gated MLA without positions
+    num_attention_heads: int
+    num_key_value_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    mla_use_nope: bool = True
+    mla_use_output_gate: bool = True
+    qk_norm_eps: float = 1e-6
+    """Ours to name: the eps of q_a_layernorm and kv_a_layernorm, which the official code builds with its class
+    default instead of rms_norm_eps."""
+
+    # Stable LatentMoE
+    num_experts: int
+    num_experts_per_token: int
+    num_shared_experts: int
+    moe_intermediate_size: int
+    routed_expert_hidden_size: int | None
+    latent_moe_use_norm: bool = True
+    first_k_dense_replace: int = 1
+    moe_layer_freq: int = 1
+    moe_router_activation_func: str = "sigmoid"
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    num_expert_group: int = 1
+    topk_group: int = 1
+    num_nextn_predict_layers: int = 0
+
+    # vision; vt_hidden_size None means a model without eyes
+    vt_hidden_size: int | None = None
+    vt_num_hidden_layers: int | None = None
+    vt_num_attention_heads: int | None = None
+    qkv_hidden_size: int | None = None
+    vt_intermediate_size: int | None = None
+    patch_size: int | None = None
+    init_pos_emb_height: int | None = None
+    init_pos_emb_width: int | None = None
+    init_pos_emb_time: int | None = None
+    merge_kernel_size: tuple[int, int] | None = None
+    mm_hidden_size: int | None = None
+    text_hidden_size: int | None = None
+    projector_ln_eps: float | None = None
+    vision_norm_eps: float = 1.1920928955078125e-07
+    """Ours to name: what torch.nn.RMSNorm with eps=None uses, the float32 epsilon."""
+
+    # identifiers
+    model_type: str = "kimi_k3"
+    dtype: str = "bfloat16"
+    bos_token_id: int
+    eos_token_id: int
+    pad_token_id: int
+    media_placeholder_token_id: int | None = None
+    source: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The document this config was read from; fields unknown to us live only here."""
+
+    def __post_init__(self) -> None:
+        for name in ("kda_layers", "full_attn_layers", "merge_kernel_size"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
+        _validate(self)
+
+    # ------------------------------------------------------------------ what follows from the fields
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """'kda' or 'mla' for each layer, 0-based."""
+        full = set(self.full_attn_layers)
+        return tuple("mla" if l + 1 in full else "kda" for l in range(self.num_hidden_layers))
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the 0-based layer has experts instead of one dense MLP."""
+        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    @property
+    def latent_size(self) -> int:
+        """Width in which the routed experts work."""
+        return self.routed_expert_hidden_size or self.hidden_size
+
+    @property
+    def shared_size(self) -> int:
+        """Inner width of the shared experts, which are one fused MLP."""
+        return self.num_shared_experts * self.moe_intermediate_size
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_cache_size(self) -> int:
+        """Values an MLA layer keeps per token: the latent and the shared key part (576 in K3)."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def has_vision(self) -> bool:
+        return self.vt_hidden_size is not None
+
+    @property
+    def text_prefix(self) -> str:
+        """What stands before `model.` and `lm_head.` in the checkpoint's tensor names."""
+        return "language_model." if self.model_type == "kimi_k3" else ""
+
+    @property
+    def quantization_config(self) -> dict[str, Any] | None:
+        """The official quantization section (inside text_config; at the top level in flat files), or None."""
+        return _section(self.source, self.model_type).get("quantization_config")
+
+    @property
+    def expert_format(self) -> str | None:
+        """'mxfp4-pack-quantized' where the routed experts are stored packed, None where they are plain."""
+        quantization = self.quantization_config
+        return quantization.get("format") if quantization else None
+
+    # ------------------------------------------------------------------ the family
+
+    at_depth: ClassVar[Callable[..., K3Config]]  # set below: one dial, on the class and on an instance
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> K3Config:
+        """Seconds on a CPU: 5 layers, 128 wide, 8 experts."""
+        return _family(5, width=128, kda_head_dim=32, mla_heads=4, experts=8, top_k=2, vocab=1024, **changes)
+
+    @classmethod
+    def small(cls, **changes: Any) -> K3Config:
+        """Minutes on a CPU: 9 layers, 256 wide, 32 experts."""
+        return _family(9, width=256, kda_head_dim=64, mla_heads=4, experts=32, top_k=4, vocab=4096, **changes)
+
+    @classmethod
+    def base(cls, **changes: Any) -> K3Config:
+        """One GPU: 25 layers, 1024 wide, 64 experts."""
+        return _family(25, width=1024, kda_head_dim=64, mla_heads=16, experts=64, top_k=4, vocab=32768, **changes)
+
+    @classmethod
+    def k3(cls, **changes: Any) -> K3Config:
+        """The release: 93 layers, 7168 wide, 896 experts, 2.78 T parameters."""
+        return replace(_from_document(_release()), **changes)
+
+    # ------------------------------------------------------------------ files
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike[str]) -> K3Config:
+        """Read an official config.json (or a folder that holds one). ValueError names a missing or wrong field."""
+        path = Path(path)
+        if path.is_dir():
+            path = path / "config.json"
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such file; expected an official config.json") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not valid JSON ({error})") from None
+        if not isinstance(document, dict):
+            raise ValueError(f"{path}: expected a JSON object, found {type(document).__name__}")
+        try:
+            return _from_document(document)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The official nested document: the source with every field that differs from it written in."""
+        document = copy.deepcopy(self.source) or _template(self.model_type)
+        if self.has_vision:
+            document.setdefault("vision_config", {})
+        for name, key in _KEYS.items():
+            if key.path[0] == "vision_config" and not self.has_vision:
+                continue
+            _write(document, _where(key, self.model_type), getattr(self, name), key)
+        return document
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The document as JSON text; with a path it is also written there (a new file replaces the old one whole)."""
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+        if path is not None:
+            _replace_file(Path(path), text)
+        return text
+
+
+# ---------------------------------------------------------------------- fields and their places in the file
+
+_KEYS: dict[str, _Key] = {
+    "vocab_size": _text("vocab_size"),
+    "hidden_size": _text("hidden_size"),
+    "num_hidden_layers": _text("num_hidden_layers"),
+    "intermediate_size": _text("intermediate_size"),
+    "hidden_act": _text("hidden_act"),
+    "activation_situ_beta": _text("activation_situ_beta", None),
+    "activation_situ_linear_beta": _text("activation_situ_linear_beta", None),
+    "rms_norm_eps": _text("rms_norm_eps"),
+    "max_position_embeddings": _text("max_position_embeddings", 4096),
+    "tie_word_embeddings": _text("tie_word_embeddings", False),
+    "initializer_range": _text("initializer_range", 0.02),
+    "attn_res_block_size": _text("attn_res_block_size", None),
+    "attn_res_full": _text("attn_res_full", False, ours=True),
+    "kda_layers": _linear("kda_layers"),
+    "full_attn_layers": _linear("full_attn_layers"),
+    "kda_num_heads": _linear("num_heads"),
+    "kda_head_dim": _linear("head_dim"),
+    "short_conv_kernel_size": _linear("short_conv_kernel_size"),
+    "gate_lower_bound": _linear("gate_lower_bound", None),
+    "use_full_rank_gate": _linear("use_full_rank_gate", False),
+    "num_attention_heads": _text("num_attention_heads"),
+    "num_key_value_heads": _text("num_key_value_heads"),
+    "q_lora_rank": _text("q_lora_rank", None),
+    "kv_lora_rank": _text("kv_lora_rank"),
+    "qk_nope_head_dim": _text("qk_nope_head_dim"),
+    "qk_rope_head_dim": _text("qk_rope_head_dim"),
+    "v_head_dim": _text("v_head_dim"),
+    "mla_use_nope": _text("mla_use_nope", False),
+    "mla_use_output_gate": _text("mla_use_output_gate", False),
+    "qk_norm_eps": _text("qk_norm_eps", 1e-6, ours=True),
+    "num_experts": _text("num_experts"),
+    "num_experts_per_token": _text("num_experts_per_token"),
+    "num_shared_experts": _text("num_shared_experts", 0),
+    "moe_intermediate_size": _text("moe_intermediate_size"),
+    "routed_expert_hidden_size": _text("routed_expert_hidden_size", None),
+    "latent_moe_use_norm": _text("latent_moe_use_norm", False),
+    "first_k_dense_replace": _text("first_k_dense_replace", 0),
+    "moe_layer_freq": _text("moe_layer_freq", 1),
+    "moe_router_activation_func": _text("moe_router_activation_func", "sigmoid"),
+    "moe_renormalize": _text("moe_renormalize", True),
+    "routed_scaling_factor": _text("routed_scaling_factor", 1.0),
+    "num_expert_group": _text("num_expert_group", 1),
+    "topk_group": _text("topk_group", 1),
+    "num_nextn_predict_layers": _text("num_nextn_predict_layers", 0),
+    "vt_hidden_size": _vision("vt_hidden_size"),
+    "vt_num_hidden_layers": _vision("vt_num_hidden_layers"),
+    "vt_num_attention_heads": _vision("vt_num_attention_heads"),
+    "qkv_hidden_size": _vision("qkv_hidden_size"),
+    "vt_intermediate_size": _vision("vt_intermediate_size"),
+    "patch_size": _vision("patch_size"),
+    "init_pos_emb_height": _vision("init_pos_emb_height"),
+    "init_pos_emb_width": _vision("init_pos_emb_width"),
+    "init_pos_emb_time": _vision("init_pos_emb_time"),
+    "merge_kernel_size": _vision("merge_kernel_size"),
+    "mm_hidden_size": _vision("mm_hidden_size"),
+    "text_hidden_size": _vision("text_hidden_size"),
+    "projector_ln_eps": _vision("projector_ln_eps"),
+    "vision_norm_eps": _vision("vision_norm_eps", 1.1920928955078125e-07, ours=True),
+    "model_type": _Key(("model_type",)),
+    "dtype": _Key(("dtype",), "bfloat16"),
+    "bos_token_id": _Key(("bos_token_id",)),
+    "eos_token_id": _Key(("eos_token_id",)),
+    "pad_token_id": _Key(("pad_token_id",)),
+    "media_placeholder_token_id": _Key(("media_placeholder_token_id",), None),
+}
+_VISION_FIELDS = [name for name, key in _KEYS.items() if key.path[0] == "vision_config" and not key.ours]
+
+
+def _where(key: _Key, model_type: str) -> tuple[str, ...]:
+    """A flat file (kimi_linear) has the text section's keys at the top."""
+    if model_type == "kimi_linear" and key.path[0] == "text_config":
+        return key.path[1:]
+    return key.path
+
+
+def _section(document: dict[str, Any], model_type: str) -> dict[str, Any]:
+    return document if model_type == "kimi_linear" else document.get("text_config") or {}
+
+
+def _read(document: dict[str, Any], path: tuple[str, ...], absent: Any) -> Any:
+    node: Any = document
+    for step in path:
+        if not isinstance(node, dict) or step not in node:
+            if absent is _REQUIRED:
+                raise ValueError(f"field {'.'.join(path)!r} is missing")
+            return absent
+        node = node[step]
+    return tuple(node) if isinstance(node, list) else node
+
+
+def _write(document: dict[str, Any], path: tuple[str, ...], value: Any, key: _Key) -> None:
+    if _read(document, path, key.absent if key.absent is not _REQUIRED else None) == value:
+        present = _read(document, path, _REQUIRED) if key.absent is _REQUIRED else value
+        if present == value:
+            return
+    node = document
+    for step in path[:-1]:
+        node = node.setdefault(step, {})
+    node[path[-1]] = list(value) if isinstance(value, tuple) else value
+    if path == ("bos_token_id",) or path == ("eos_token_id",) or path == ("pad_token_id",):
+        section = document.get("text_config")
+        if isinstance(section, dict):  # the official file repeats these three inside text_config
+            section[path[0]] = value
+
+
+def _from_document(document: dict[str, Any]) -> K3Config:
+    model_type = document.get("model_type")
+    if model_type not in ("kimi_k3", "kimi_linear"):
+        raise ValueError(f"field 'model_type' is {model_type!r}; allowed: 'kimi_k3' or 'kimi_linear'")
+    if model_type == "kimi_k3" and not isinstance(document.get("text_config"), dict):
+        raise ValueError("field 'text_config' is missing; a kimi_k3 file nests the language model's fields in it")
+    values = {name: _read(document, _where(key, model_type), key.absent) for name, key in _KEYS.items()}
+    if document.get("vision_config") is None:
+        values.update({name: None for name in _VISION_FIELDS})
+    return K3Config(**values, source=copy.deepcopy(document))
+
+
+def _replace_file(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+# ---------------------------------------------------------------------- rules
+
+_POSITIVE = (
+    "vocab_size hidden_size num_hidden_layers intermediate_size kda_num_heads kda_head_dim short_conv_kernel_size "
+    "num_attention_heads num_key_value_heads kv_lora_rank qk_nope_head_dim v_head_dim num_experts "
+    "num_experts_per_token moe_intermediate_size moe_layer_freq max_position_embeddings"
+).split()
+_OPTIONAL_POSITIVE = ["q_lora_rank", "routed_expert_hidden_size", "attn_res_block_size", *_VISION_FIELDS]
+_NOT_NEGATIVE = ["qk_rope_head_dim", "num_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"]
+
+
+def _validate(cfg: K3Config) -> None:
+    """Refuse what cannot be built. Every message gives field, value and rule."""
+
+    def refuse(name: str, rule: str) -> None:
+        raise ValueError(f"field {name!r} is {getattr(cfg, name)!r}; {rule}")
+
+    def check_number(name: str, least: int, optional: bool) -> None:
+        value = getattr(cfg, name)
+        if value is None and optional:
+            return
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if name == "merge_kernel_size":
+            if len(value) != 2 or any(not isinstance(v, int) or v < 1 for v in value):
+                refuse(name, "it must be two whole numbers of at least 1")
+        elif name == "projector_ln_eps":
+            if not value > 0:
+                refuse(name, "it must be above 0")
+        elif not whole or value < least:
+            refuse(name, f"it must be a whole number of at least {least}")
+
+    for name in _POSITIVE:
+        check_number(name, 1, optional=False)
+    for name in _OPTIONAL_POSITIVE:
+        check_number(name, 1, optional=True)
+    for name in _NOT_NEGATIVE:
+        check_number(name, 0, optional=False)
+    _validate_schedule(cfg, refuse)
+    _validate_text(cfg, refuse)
+    if cfg.has_vision:
+        _validate_vision(cfg, refuse)
+
+
+def _validate_schedule(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
+    every = set(range(1, cfg.num_hidden_layers + 1))
+    kda, full = set(cfg.kda_layers), set(cfg.full_attn_layers)
+    if kda & full:
+        refuse("kda_layers", f"layers {sorted(kda & full)} are also in full_attn_layers; the lists may not overlap")
+    missing = sorted(every - kda - full)
+    if missing:
+        refuse("kda_layers", f"layers {missing} are in neither kda_layers nor full_attn_layers (1-based)")
+    beyond = sorted(l for l in (kda | full) - every if l < 1)
+    if beyond or len(cfg.kda_layers) != len(kda) or len(cfg.full_attn_layers) != len(full):
+        refuse("full_attn_layers", "with kda_layers it must list each layer once, counted from 1")
+    # Lists may name layers past the end: a config cut to fewer layers keeps the release's lists.
+
+
+def _validate_text(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
+    if cfg.num_experts_per_token > cfg.num_experts:
+        refuse("num_experts_per_token", f"it may not be above num_experts = {cfg.num_experts}")
+    if cfg.num_key_value_heads != cfg.num_attention_heads:
+        refuse("num_key_value_heads", f"MLA needs as many as num_attention_heads = {cfg.num_attention_heads}")
+    if cfg.hidden_act not in ("situ", "silu"):
+        refuse("hidden_act", "allowed: 'situ' or 'silu'")
+    if cfg.moe_router_activation_func != "sigmoid":
+        refuse("moe_router_activation_func", "allowed: 'sigmoid'")
+    if (cfg.num_expert_group, cfg.topk_group) != (1, 1):
+        refuse("num_expert_group", "only 1 is supported (the release routes without groups)")
+    if not cfg.mla_use_nope:
+        refuse("mla_use_nope", "only true is supported: no position is encoded in these attention layers")
+    if cfg.gate_lower_bound is not None and not -5.0 <= cfg.gate_lower_bound < 0:
+        refuse("gate_lower_bound", "it must lie in [-5, 0), so that a 16-token tile stays within e^80, or be null")
+    if cfg.model_type == "kimi_k3" and cfg.attn_res_block_size is None:
+        refuse("attn_res_block_size", "kimi_k3 needs a block size of at least 1")
+    if cfg.attn_res_full and cfg.attn_res_block_size is None:
+        refuse("attn_res_full", "it needs attention residuals: attn_res_block_size is null")
+    if not cfg.rms_norm_eps > 0 or not cfg.qk_norm_eps > 0:
+        refuse("rms_norm_eps" if not cfg.rms_norm_eps > 0 else "qk_norm_eps", "it must be above 0")
+    for name in ("activation_situ_beta", "activation_situ_linear_beta"):
+        value = getattr(cfg, name)
+        if value is not None and not value > 0:
+            refuse(name, "it must be above 0 or null")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id"):
+        value = getattr(cfg, name)
+        if value is not None and not 0 <= value < cfg.vocab_size:
+            refuse(name, f"it must be an id below vocab_size = {cfg.vocab_size}")
+    if cfg.num_nextn_predict_layers:
+        refuse("num_nextn_predict_layers", "only 0 is supported: the release carries no prediction layer")
+    if cfg.expert_format == "mxfp4-pack-quantized":
+        for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
+            value = getattr(cfg, name) or cfg.hidden_size
+            if value % MXFP4_BLOCK:
+                refuse(name, f"with MXFP4 experts it must be a multiple of {MXFP4_BLOCK} (one scale per block)")
+    elif cfg.expert_format is not None:
+        raise ValueError(
+            f"field 'quantization_config.format' is {cfg.expert_format!r}; allowed: 'mxfp4-pack-quantized' or none"
+        )
+
+
+def _validate_vision(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
+    for name in _VISION_FIELDS:
+        if getattr(cfg, name) is None:
+            refuse(name, "a model with a vision tower needs it")
+    assert cfg.qkv_hidden_size and cfg.vt_num_attention_heads
+    if cfg.qkv_hidden_size % cfg.vt_num_attention_heads:
+        refuse("qkv_hidden_size", f"it must divide by vt_num_attention_heads = {cfg.vt_num_attention_heads}")
+    if (cfg.qkv_hidden_size // cfg.vt_num_attention_heads) % 4:
+        refuse("qkv_hidden_size", "its head width must divide by 4 (a rotation by column and one by row)")
+    if cfg.text_hidden_size != cfg.hidden_size:
+        refuse("text_hidden_size", f"it must equal hidden_size = {cfg.hidden_size}")
+    if cfg.mm_hidden_size != cfg.vt_hidden_size:
+        refuse("mm_hidden_size", f"it must equal vt_hidden_size = {cfg.vt_hidden_size}")
+
+
+# ---------------------------------------------------------------------- presets
+
+
+def _schedule(depth: int) -> dict[str, tuple[int, ...]]:
+    """Every fourth layer is MLA, and so is the last one; the others are KDA (report 2.1)."""
+    full = tuple(l for l in range(1, depth + 1) if l % 4 == 0 or l == depth)
+    return {"full_attn_layers": full, "kda_layers": tuple(l for l in range(1, depth + 1) if l not in full)}
+
+
+def _blocks(depth: int) -> int:
+    """Layers per AttnRes block that keep the release's eight blocks (12 of 93 layers)."""
+    return max(1, -(-depth // 8))
+
+
+def _family(
+    depth: int, *, width: int, kda_head_dim: int, mla_heads: int, experts: int, top_k: int, vocab: int, **changes: Any
+) -> K3Config:
+    """A K3 in miniature. The ratios are the release's where it has one (latent = width / 2, shared experts 2, expert
+    width 3/7 of the model's rounded to 32); the head widths are ours, since 128 would leave a small model one head."""
+    nope, rope = kda_head_dim, kda_head_dim // 2
+    cfg = K3Config(
+        vocab_size=vocab,
+        hidden_size=width,
+        num_hidden_layers=depth,
+        intermediate_size=_round(width * 33792 / 7168, 64),
+        attn_res_block_size=_blocks(depth),
+        kda_num_heads=width // kda_head_dim,
+        kda_head_dim=kda_head_dim,
+        num_attention_heads=mla_heads,
+        num_key_value_heads=mla_heads,
+        q_lora_rank=_round(width * 1536 / 7168, 32),
+        kv_lora_rank=max(32, _round(width * 512 / 7168, 32)),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=nope,
+        num_experts=experts,
+        num_experts_per_token=top_k,
+        num_shared_experts=2,
+        moe_intermediate_size=_round(width * 3072 / 7168, 32),
+        routed_expert_hidden_size=_round(width / 2, 32),
+        bos_token_id=vocab - 256,
+        eos_token_id=vocab - 254,
+        pad_token_id=vocab - 1,
+        media_placeholder_token_id=vocab - 235,
+        **_schedule(depth),
+    )
+    return replace(cfg, **changes)
+
+
+def _round(value: float, multiple: int) -> int:
+    return max(multiple, round(value / multiple) * multiple)
+
+
+def _at_depth(cfg: K3Config, depth: int, **changes: Any) -> K3Config:
+    """`cfg` at another depth with its proportions kept: width and heads grow with depth (the ratio of width to depth
+    stays), the schedule keeps 3:1 and the closing MLA layer, experts and top-k keep their ratio, AttnRes its number of
+    blocks. Head widths stay, as they do across the K-family. Keyword arguments override single fields."""
+    if not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"at_depth({depth!r}): the depth must be a whole number of at least 1")
+    scale = depth / cfg.num_hidden_layers
+    heads = max(1, round(cfg.kda_num_heads * scale))
+    width = max(32, _round(cfg.hidden_size / cfg.kda_num_heads * heads, 32))
+    mla_heads = max(1, round(cfg.num_attention_heads * scale))
+    top_k = max(1, round(cfg.num_experts_per_token * scale))
+    grown: dict[str, Any] = {
+        "num_hidden_layers": depth,
+        **_schedule(depth),
+        "hidden_size": width,
+        "intermediate_size": _round(cfg.intermediate_size * width / cfg.hidden_size, 32),
+        "kda_num_heads": heads,
+        "num_attention_heads": mla_heads,
+        "num_key_value_heads": mla_heads,
+        "q_lora_rank": cfg.q_lora_rank and _round(cfg.q_lora_rank * width / cfg.hidden_size, 32),
+        "kv_lora_rank": _round(cfg.kv_lora_rank * width / cfg.hidden_size, 32),
+        "num_experts": round(top_k * cfg.num_experts / cfg.num_experts_per_token),
+        "num_experts_per_token": top_k,
+        "moe_intermediate_size": _round(cfg.moe_intermediate_size * width / cfg.hidden_size, 32),
+        "routed_expert_hidden_size": cfg.routed_expert_hidden_size
+        and _round(cfg.routed_expert_hidden_size * width / cfg.hidden_size, 32),
+        "first_k_dense_replace": min(cfg.first_k_dense_replace, depth),
+    }
+    if cfg.attn_res_block_size is not None:
+        blocks = -(-cfg.num_hidden_layers // cfg.attn_res_block_size)
+        grown["attn_res_block_size"] = max(1, -(-depth // blocks))
+    if cfg.has_vision:
+        grown["text_hidden_size"] = width
+    return replace(cfg, **(grown | changes))
+
+
+class _Dial:
+    """`cfg.at_depth(n)` scales that config; `K3Config.at_depth(n)` scales `small`, the middle of the family."""
+
+    def __get__(self, cfg: K3Config | None, owner: type[K3Config]) -> Callable[..., K3Config]:
+        def at_depth(depth: int, **changes: Any) -> K3Config:
+            return _at_depth(cfg if cfg is not None else owner.small(), depth, **changes)
+
+        at_depth.__doc__ = _at_depth.__doc__
+        return at_depth
+
+
+K3Config.at_depth = _Dial()  # type: ignore[assignment]
+
+
+# ---------------------------------------------------------------------- documents
+
+
+def mxfp4_quantization() -> dict[str, Any]:
+    """The release's quantization section: routed experts in MXFP4, weight-only as published."""
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "group",
+        "group_size": MXFP4_BLOCK,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.uint8",
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "actorder": None,
+        "block_structure": None,
+        "zp_dtype": None,
+    }
+    group = {
+        "targets": ["Linear"],
+        "format": "mxfp4-pack-quantized",
+        "input_activations": None,
+        "output_activations": None,
+        "weights": weights,
+    }
+    kept = [r".*self_attn.*", r".*shared_experts.*", r".*mlp\.(gate|up|gate_up|down)_proj.*", r".*lm_head.*"]
+    kept += [r".*vision_tower.*", r".*mm_projector.*"]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group},
+        "ignore": [f"re:{pattern}" for pattern in kept],
+    }
+
+
+def with_expert_format(cfg: K3Config, experts: str | None) -> K3Config:
+    """`cfg` with the quantization section of packed experts ('mxfp4') or without one (None or 'bf16')."""
+    document = cfg.to_dict()
+    section = _section(document, cfg.model_type)
+    if experts == "mxfp4":
+        if cfg.expert_format is None:
+            section["quantization_config"] = mxfp4_quantization()
+    else:
+        section.pop("quantization_config", None)
+    return _from_document(document)
+
+
+def _template(model_type: str) -> dict[str, Any]:
+    """The fixed fields of an official file, for a config that was not read from one."""
+    modeling = "modeling_kimi_linear.KimiLinear"
+    text = {
+        "architectures": ["KimiLinearForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_kimi_k3.KimiLinearConfig",
+            "AutoModel": f"{modeling}Model",
+            "AutoModelForCausalLM": f"{modeling}ForCausalLM",
+        },
+        "model_type": "kimi_linear",
+        "linear_attn_config": {},
+        "topk_method": "noaux_tc",
+        "use_grouped_topk": True,
+        "use_cache": True,
+    }
+    if model_type == "kimi_linear":
+        return text | {"auto_map": {}}
+    whole = "modeling_kimi_k3.KimiK3ForConditionalGeneration"
+    return {
+        "architectures": ["KimiK3ForConditionalGeneration"],
+        "auto_map": {
+            "AutoConfig": "configuration_kimi_k3.KimiK3Config",
+            "AutoModel": whole,
+            "AutoModelForCausalLM": whole,
+        },
+        "model_type": "kimi_k3",
+        "ignore_index": -100,
+        "image_placeholder": "<|kimi_image_placeholder|>",
+        "text_config": text,
+    }
+
+
+def _release() -> dict[str, Any]:
+    """config.json of moonshotai/Kimi-K3, revision 9f62e4e, without its serialization leftovers."""
+    document = _template("kimi_k3")
+    ids = {"bos_token_id": 163584, "eos_token_id": 163586, "pad_token_id": 163839}
+    full = [*range(4, 93, 4), 93]
+    document.update(ids, dtype="bfloat16", media_placeholder_token_id=163605, tie_word_embeddings=False)
+    document["text_config"].update(
+        ids,
+        dtype="bfloat16",
+        vocab_size=163840,
+        hidden_size=7168,
+        num_hidden_layers=93,
+        num_attention_heads=96,
+        num_key_value_heads=96,
+        intermediate_size=33792,
+        hidden_act="situ",
+        activation_situ_beta=4.0,
+        activation_situ_linear_beta=25.0,
+        rms_norm_eps=1e-05,
+        max_position_embeddings=1048576,
+        tie_word_embeddings=False,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        mla_use_nope=True,
+        mla_use_output_gate=True,
+        attn_res_block_size=12,
+        num_experts=896,
+        num_experts_per_token=16,
+        num_shared_experts=2,
+        moe_intermediate_size=3072,
+        routed_expert_hidden_size=3584,
+        latent_moe_use_norm=True,
+        first_k_dense_replace=1,
+        moe_layer_freq=1,
+        moe_router_activation_func="sigmoid",
+        moe_renormalize=True,
+        routed_scaling_factor=1.0,
+        num_expert_group=1,
+        topk_group=1,
+        num_nextn_predict_layers=0,
+        initializer_range=0.02,
+        quantization_config=mxfp4_quantization(),
+        linear_attn_config={
+            "full_attn_layers": full,
+            "kda_layers": [l for l in range(1, 94) if l not in full],
+            "gate_lower_bound": -5.0,
+            "head_dim": 128,
+            "num_heads": 96,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+        },
+    )
+    document["vision_config"] = {
+        "patch_size": 14,
+        "vt_hidden_size": 1024,
+        "vt_num_hidden_layers": 27,
+        "vt_num_attention_heads": 12,
+        "qkv_hidden_size": 1536,
+        "vt_intermediate_size": 4096,
+        "init_pos_emb_height": 64,
+        "init_pos_emb_width": 64,
+        "init_pos_emb_time": 4,
+        "pos_emb_type": "divided_fixed",
+        "pos_emb_interpolation_mode": "bilinear",
+        "norm_type": "rmsnorm",
+        "mlp_type": "mlp2",
+        "activation_func": "gelu_pytorch_tanh",
+        "attn_bias": False,
+        "linear_bias": False,
+        "patch_embed_proj_bias": False,
+        "merge_kernel_size": [2, 2],
+        "merge_type": "sd2_tpool",
+        "mm_projector_type": "patchmergerv2",
+        "mm_hidden_size": 1024,
+        "text_hidden_size": 7168,
+        "projector_hidden_act": "gelu",
+        "projector_ln_eps": 1e-05,
+        "_attn_implementation": "flash_attention_2",
+    }
+    return document
+
+
+assert {f.name for f in fields(K3Config)} == {*_KEYS, "source"}, "every field has a place in the file"

@@ -1,0 +1,1 @@
+"""What K3 reads: tokenizer, corpora, packing, pictures."""

@@ -1,0 +1,1 @@
+"""How we know: bits per byte and recall."""

@@ -1,0 +1,1 @@
+"""How K3 runs: sampling and generation."""

@@ -1,0 +1,1 @@
+"""How K3 learns: losses, optimizer, balancing, schedule, loop, checkpoints, report."""
