@@ -1,0 +1,139 @@
+"""Next-token loss over a large vocabulary, without ever holding all logits.
+
+    loss = sum over valid tokens of  logsumexp(W h) - (W h)[target]
+
+K3 has 163,840 words: the float32 logits of 16k tokens alone would be 10 GiB. The loss is one scalar, so its
+gradient with respect to the logits, softmax(W h) - onehot(target), is known up to one factor while the logits
+of a chunk are still at hand. The forward pass therefore walks over the tokens in chunks, forms each chunk's
+gradients at once and throws its logits away; the backward pass only multiplies by the factor that arrives
+from above (ours; a well-known arrangement). Matmuls run in the dtype of `hidden`, the softmax and the sums in
+at least float32.
+
+The loss of an optimizer step is one mean over all its tokens. A mean per microbatch, averaged, would weigh a
+token by the company it keeps; hence `cross_entropy` returns a sum and a count, and `step_loss` divides by the
+count of the whole step:
+
+    tokens = sum(count_targets(batch.targets) for batch in microbatches)    # of all ranks
+    for batch in microbatches:
+        loss_sum, _ = cross_entropy(model.hidden_states(batch.inputs), model.lm_head.weight, batch.targets)
+        step_loss(loss_sum, tokens).backward()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100
+"""Target of a position that is not predicted: padding, a prompt, the last token of a document."""
+
+
+def cross_entropy_reference(
+    hidden: Float[Tensor, "*b D"], weight: Float[Tensor, "vocab D"], targets: Int[Tensor, "*b"]
+) -> tuple[Float[Tensor, ""], int]:
+    """`cross_entropy` in the plainest form, with all logits in memory."""
+    logits = (hidden @ weight.to(hidden.dtype).T).to(_softmax_dtype(hidden.dtype))
+    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    return loss, count_targets(targets)
+
+
+def cross_entropy(
+    hidden: Float[Tensor, "*b D"],
+    weight: Float[Tensor, "vocab D"],
+    targets: Int[Tensor, "*b"],
+    chunk: int = 1024,
+) -> tuple[Float[Tensor, ""], int]:
+    """Sum of the token losses in nats (float32; float64 for float64 `hidden`) and the number of tokens in it.
+
+    `targets` equal to -100 count neither in the loss nor in the number, and their rows of `hidden` may hold
+    anything. At most `chunk` x vocab logits exist at a time. The gradient of `weight` comes back in the dtype
+    of `weight`. ValueError for a target that is no row of `weight`.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be at least 1 token")
+    flat = targets.flatten()
+    rows = (flat != IGNORE).nonzero().squeeze(1)
+    wanted = flat[rows].long()
+    _check_targets(wanted, weight.shape[0])
+    loss = _ChunkedCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, rows, wanted, chunk, torch.is_grad_enabled()
+    )
+    return loss, rows.numel()
+
+
+def count_targets(targets: Int[Tensor, "*b"]) -> int:
+    """How many positions are predicted."""
+    return int((targets != IGNORE).sum())
+
+
+def step_loss(loss_sum: Float[Tensor, ""], tokens_of_step: int) -> Float[Tensor, ""]:
+    """A microbatch's share of the step's mean loss; all shares add up to the mean over all tokens.
+
+    `tokens_of_step` counts the valid targets of every microbatch on every rank. Where ranks average their
+    gradients instead of adding them, the caller multiplies by the number of ranks.
+    """
+    return loss_sum / max(tokens_of_step, 1)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Both gradients are finished in the forward pass, for an upstream gradient of 1."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, targets: Tensor, chunk: int, grad: bool
+    ) -> Tensor:
+        dtype = _softmax_dtype(hidden.dtype)
+        matrix = weight.to(hidden.dtype)
+        loss = torch.zeros((), dtype=dtype, device=hidden.device)
+        d_hidden = torch.zeros_like(hidden) if grad and ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if grad and ctx.needs_input_grad[1] else None
+        for some, wanted in zip(rows.split(chunk), targets.split(chunk), strict=True):
+            states = hidden[some]
+            losses, probabilities = _softmax_(states @ matrix.T, wanted[:, None], dtype)
+            loss += losses.sum()
+            if d_hidden is None and d_weight is None:
+                continue
+            d_logits = probabilities.scatter_add_(1, wanted[:, None], -torch.ones_like(losses)).to(
+                hidden.dtype
+            )
+            if d_hidden is not None:
+                d_hidden[some] = d_logits @ matrix
+            if d_weight is not None:
+                d_weight += d_logits.T @ states
+        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        scaled = [None if d is None else d * upstream.to(d.dtype) for d in (d_hidden, d_weight)]
+        return (*scaled, None, None, None, None)
+
+
+def _softmax_(logits: Tensor, wanted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Losses (n, 1) and probabilities (n, vocab), the latter in the memory of the logits where the dtype
+    allows."""
+    shifted = logits.to(dtype)
+    shifted -= shifted.amax(1, keepdim=True)
+    hit = shifted.gather(1, wanted)
+    total = shifted.exp_().sum(1, keepdim=True)
+    return total.log() - hit, shifted.div_(total)
+
+
+def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _check_targets(wanted: Tensor, vocab: int) -> None:
+    if wanted.numel():
+        low, high = (int(bound) for bound in wanted.aminmax())
+        if low < 0 or high >= vocab:
+            raise ValueError(
+                f"targets run from {low} to {high}; allowed: 0 to {vocab - 1} (rows of weight) and {IGNORE}"
+            )
