@@ -362,10 +362,9 @@ def _write(document: dict[str, Any], path: tuple[str, ...], value: Any, key: _Ke
     for step in path[:-1]:
         node = node.setdefault(step, {})
     node[path[-1]] = list(value) if isinstance(value, tuple) else value
-    if path == ("bos_token_id",) or path == ("eos_token_id",) or path == ("pad_token_id",):
-        section = document.get("text_config")
-        if isinstance(section, dict):  # the official file repeats these three inside text_config
-            section[path[0]] = value
+    section = document.get("text_config")
+    if len(path) == 1 and isinstance(section, dict) and path[0] in section:
+        section[path[0]] = value  # the official file repeats the ids and the dtype inside text_config
 
 
 def _from_document(document: dict[str, Any]) -> K3Config:
@@ -376,7 +375,7 @@ def _from_document(document: dict[str, Any]) -> K3Config:
         raise ValueError("field 'text_config' is missing; a kimi_k3 file nests the language model's fields in it")
     values = {name: _read(document, _where(key, model_type), key.absent) for name, key in _KEYS.items()}
     if document.get("vision_config") is None:
-        values.update({name: None for name in _VISION_FIELDS})
+        values.update(dict.fromkeys(_VISION_FIELDS))
     return K3Config(**values, source=copy.deepcopy(document))
 
 
@@ -398,7 +397,12 @@ _POSITIVE = (
     "num_experts_per_token moe_intermediate_size moe_layer_freq max_position_embeddings"
 ).split()
 _OPTIONAL_POSITIVE = ["q_lora_rank", "routed_expert_hidden_size", "attn_res_block_size", *_VISION_FIELDS]
-_NOT_NEGATIVE = ["qk_rope_head_dim", "num_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"]
+_NOT_NEGATIVE = [
+    "qk_rope_head_dim",
+    "num_shared_experts",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
+]
 
 
 def _validate(cfg: K3Config) -> None:
@@ -437,7 +441,10 @@ def _validate_schedule(cfg: K3Config, refuse: Callable[[str, str], None]) -> Non
     every = set(range(1, cfg.num_hidden_layers + 1))
     kda, full = set(cfg.kda_layers), set(cfg.full_attn_layers)
     if kda & full:
-        refuse("kda_layers", f"layers {sorted(kda & full)} are also in full_attn_layers; the lists may not overlap")
+        refuse(
+            "kda_layers",
+            f"layers {sorted(kda & full)} are also in full_attn_layers; the lists may not overlap",
+        )
     missing = sorted(every - kda - full)
     if missing:
         refuse("kda_layers", f"layers {missing} are in neither kda_layers nor full_attn_layers (1-based)")
@@ -461,7 +468,10 @@ def _validate_text(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
     if not cfg.mla_use_nope:
         refuse("mla_use_nope", "only true is supported: no position is encoded in these attention layers")
     if cfg.gate_lower_bound is not None and not -5.0 <= cfg.gate_lower_bound < 0:
-        refuse("gate_lower_bound", "it must lie in [-5, 0), so that a 16-token tile stays within e^80, or be null")
+        refuse(
+            "gate_lower_bound",
+            "it must lie in [-5, 0), so that a 16-token tile stays within e^80, or be null",
+        )
     if cfg.model_type == "kimi_k3" and cfg.attn_res_block_size is None:
         refuse("attn_res_block_size", "kimi_k3 needs a block size of at least 1")
     if cfg.attn_res_full and cfg.attn_res_block_size is None:
@@ -507,7 +517,7 @@ def _validate_vision(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
 # ---------------------------------------------------------------------- presets
 
 
-def _schedule(depth: int) -> dict[str, tuple[int, ...]]:
+def _schedule(depth: int) -> dict[str, Any]:
     """Every fourth layer is MLA, and so is the last one; the others are KDA (report 2.1)."""
     full = tuple(l for l in range(1, depth + 1) if l % 4 == 0 or l == depth)
     return {"full_attn_layers": full, "kda_layers": tuple(l for l in range(1, depth + 1) if l not in full)}
@@ -519,7 +529,15 @@ def _blocks(depth: int) -> int:
 
 
 def _family(
-    depth: int, *, width: int, kda_head_dim: int, mla_heads: int, experts: int, top_k: int, vocab: int, **changes: Any
+    depth: int,
+    *,
+    width: int,
+    kda_head_dim: int,
+    mla_heads: int,
+    experts: int,
+    top_k: int,
+    vocab: int,
+    **changes: Any,
 ) -> K3Config:
     """A K3 in miniature. The ratios are the release's where it has one (latent = width / 2, shared experts 2, expert
     width 3/7 of the model's rounded to 32); the head widths are ours, since 128 would leave a small model one head."""

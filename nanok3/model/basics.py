@@ -1,0 +1,72 @@
+"""What every mechanism uses: a bias-free linear map, RMSNorm, and the rule for float32 islands.
+
+Masters may be float32 while the model computes in bfloat16: `Linear` and `RMSNorm` cast their weight to the dtype of
+their input, so the dtype of the embedding output decides the precision of the whole forward, without a global context.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, or unchanged where it is float64: the precision of gates, scores, norms and states."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class Linear(nn.Module):
+    """y = x W^T without bias; the weight (out, in) is cast to x's dtype at use."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: Float[Tensor, "... i"]) -> Float[Tensor, "... o"]:
+        return F.linear(x, self.weight.to(x.dtype))
+
+    def reset_parameters(self, std: float) -> None:
+        nn.init.normal_(self.weight, std=std)
+
+
+class RMSNorm(nn.Module):
+    """w * x / sqrt(mean(x^2) + eps): normalised in float32, rounded to x's dtype, then multiplied by w (as the
+    official code rounds it)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
+        return rms_normalize(x, self.eps).to(x.dtype) * self.weight.to(x.dtype)
+
+    def reset_parameters(self, std: float) -> None:
+        nn.init.ones_(self.weight)
+
+
+def rms_normalize(x: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... d"]:
+    """x / sqrt(mean(x^2) + eps) over the last axis, in at least float32."""
+    return F.rms_norm(at_least_float32(x), (x.shape[-1],), eps=eps)
+
+
+def check_cu_seqlens(cu_seqlens: Int[Tensor, n], batch: int, tokens: int) -> list[int]:
+    """The document boundaries of a packed row as a list; ValueError unless they cover it from 0 to its end."""
+    bounds = [int(b) for b in cu_seqlens.tolist()]
+    if batch != 1:
+        raise ValueError(f"cu_seqlens describes one packed row, but the batch holds {batch}; flatten it to 1 first")
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in zip(bounds, bounds[1:])):
+        raise ValueError(f"cu_seqlens must rise from 0 to the row's {tokens} tokens, got {_shortened(bounds)}")
+    return bounds
+
+
+def _shortened(bounds: list[int]) -> str:
+    return str(bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]).replace("'", "")
+
+
+def position_in_document(cu_seqlens: Int[Tensor, n], tokens: int) -> Int[Tensor, t]:
+    """For each token of a packed row, how many tokens of its own document stand before it."""
+    starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
+    return torch.arange(tokens, device=cu_seqlens.device) - starts

@@ -1,0 +1,149 @@
+"""What a sequence leaves behind while it is read: the two kinds of memory that decoding carries from token to token.
+
+    KDAState      fixed size: the last W-1 inputs of the short convolutions, and the matrix S (H, K, V) per sequence
+    LatentCache   grows by 576 values a token: the normalised latent and the shared key part, never expanded
+    ModelState    one of them per layer, and the number of tokens read
+
+All sequences of a batch advance together. A forward call replaces the tensors here; it never writes into a tensor that
+a clone or a snapshot could share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nanok3.config import K3Config
+
+
+@dataclass
+class KDAState:
+    """conv (B, 3, W-1, H*K): last inputs of the q, k and v convolutions, oldest first; recurrent (B, H, K, V).
+    Both at least float32: S is a sum over the whole past."""
+
+    conv: Float[Tensor, "B 3 W HK"]
+    recurrent: Float[Tensor, "B H K V"]
+
+    def clone(self) -> KDAState:
+        return KDAState(self.conv.clone(), self.recurrent.clone())
+
+    @property
+    def nbytes(self) -> int:
+        return self.conv.nbytes + self.recurrent.nbytes
+
+
+class LatentCache:
+    """Rows of (latent | shared key) per sequence, in a buffer that doubles, so that appending a token costs O(1)."""
+
+    def __init__(self, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffer = torch.empty(batch, 0, width, dtype=dtype, device=device)
+        self.tokens = 0
+
+    @property
+    def latents(self) -> Float[Tensor, "B T L"]:
+        return self._buffer[:, : self.tokens]
+
+    @property
+    def nbytes(self) -> int:
+        return self.latents.nbytes
+
+    def append(self, rows: Float[Tensor, "B T L"]) -> Float[Tensor, "B T2 L"]:
+        """Add the rows of new tokens and return all rows. Under autograd the rows are concatenated instead of written
+        into the buffer, so that gradients reach them."""
+        end = self.tokens + rows.shape[1]
+        if torch.is_grad_enabled() and (rows.requires_grad or self._buffer.requires_grad):
+            self._buffer = torch.cat((self.latents, rows.to(self._buffer.dtype)), dim=1)
+        else:
+            self._reserve(end)
+            self._buffer[:, self.tokens : end] = rows
+        self.tokens = end
+        return self.latents
+
+    def _reserve(self, tokens: int) -> None:
+        if tokens <= self._buffer.shape[1] and not self._buffer.requires_grad:
+            return
+        size = max(tokens, 2 * self._buffer.shape[1], 64)
+        grown = self._buffer.new_empty(self._buffer.shape[0], size, self._buffer.shape[2])
+        grown[:, : self.tokens] = self.latents.detach()
+        self._buffer = grown
+
+    def clone(self) -> LatentCache:
+        copy = LatentCache(0, self._buffer.shape[2], self._buffer.dtype, self._buffer.device)
+        copy._buffer, copy.tokens = self.latents.clone(), self.tokens
+        return copy
+
+
+class ModelState:
+    """The state of a batch of sequences after `tokens` tokens each.
+
+    Contract: `forward` advances it in place and returns it; `clone()` is independent of the original; `snapshot()` is
+    read-only and may be restored any number of times.
+    """
+
+    def __init__(self, layers: list[KDAState | LatentCache], tokens: int = 0) -> None:
+        self.layers = layers
+        self.tokens = tokens
+
+    @classmethod
+    def empty(cls, cfg: K3Config, batch_size: int, dtype: torch.dtype, device: torch.device) -> ModelState:
+        """Zero states for `batch_size` sequences; `dtype` is the model's compute dtype."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        heads, dim, taps = cfg.kda_num_heads, cfg.kda_head_dim, cfg.short_conv_kernel_size - 1
+
+        def layer(kind: str) -> KDAState | LatentCache:
+            if kind == "mla":
+                return LatentCache(batch_size, cfg.latent_cache_size, dtype, device)
+            conv = torch.zeros(batch_size, 3, taps, heads * dim, dtype=wide, device=device)
+            return KDAState(conv, torch.zeros(batch_size, heads, dim, dim, dtype=wide, device=device))
+
+        return cls([layer(kind) for kind in cfg.kinds])
+
+    @property
+    def batch_size(self) -> int:
+        first = self.layers[0]
+        return first.recurrent.shape[0] if isinstance(first, KDAState) else first.latents.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def clone(self) -> ModelState:
+        """An independent copy: advancing one never changes the other."""
+        return ModelState([layer.clone() for layer in self.layers], self.tokens)
+
+    def snapshot(self) -> Snapshot:
+        """A read-only copy of this moment; `snapshot().restore()` gives a fresh state to continue from."""
+        return Snapshot(self.clone())
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of everything the state holds, layer by layer."""
+        for l, layer in enumerate(self.layers):
+            if isinstance(layer, KDAState):
+                yield f"layers.{l}.conv", layer.conv
+                yield f"layers.{l}.recurrent", layer.recurrent
+            else:
+                yield f"layers.{l}.latents", layer.latents
+
+
+class Snapshot:
+    """A frozen ModelState: it can be restored, not advanced."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+
+    @property
+    def tokens(self) -> int:
+        return self._state.tokens
+
+    @property
+    def nbytes(self) -> int:
+        return self._state.nbytes
+
+    def restore(self) -> ModelState:
+        return self._state.clone()

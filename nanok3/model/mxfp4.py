@@ -1,0 +1,67 @@
+"""MXFP4: four-bit floats in blocks of 32 that share a power of two (OCP MX formats; architecture 2.8).
+
+A nibble is a sign and one of eight magnitudes; a scale byte s stands for 2^(s - 127):
+
+    W[r, c] = +-{0, 0.5, 1, 1.5, 2, 3, 4, 6} * 2^(scale[r, c // 32] - 127)
+
+Two nibbles a byte, the even column in the low half. Every value is exact in bfloat16. K3 keeps its routed experts so.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+BLOCK = 32
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SCALE_BIAS = 127
+
+
+def dequantize_mxfp4(
+    packed: UInt8[Tensor, "*b half"], scale: UInt8[Tensor, "*b blocks"], dtype: torch.dtype = torch.bfloat16
+) -> Float[Tensor, "*b columns"]:
+    """packed (..., C/2) and scale (..., C/32) to values (..., C) of `dtype`: exact wherever `dtype` can hold them."""
+    table = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=dtype, device=packed.device)
+    # One look-up gives both nibbles of a byte, low half first.
+    byte = torch.arange(256, device=packed.device)
+    pairs = torch.stack((table[byte & 15], table[byte >> 4]), dim=-1)
+    values = pairs[packed.int()].flatten(-2)
+    # Powers of two are made in float64, where 2^-127 is no denormal, and are exact in every dtype that reaches them.
+    exponent = scale.int() - SCALE_BIAS
+    factor = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent).to(dtype)
+    return (values.unflatten(-1, (-1, BLOCK)) * factor.unsqueeze(-1)).flatten(-2)
+
+
+def quantize_mxfp4(
+    weight: Float[Tensor, "*b columns"],
+) -> tuple[UInt8[Tensor, "*b half"], UInt8[Tensor, "*b blocks"]]:
+    """The nearest MXFP4 values, ties to the even code. The scale is the smallest power of two with which no value of
+    the block is cut off, 2^ceil(log2(max / 6)): K3 did not publish its rule, this one is ours. A block that MXFP4 can
+    hold exactly comes back exactly. ValueError on a width that is not a multiple of 32 or a value that is not finite."""
+    if weight.shape[-1] % BLOCK:
+        raise ValueError(f"MXFP4 needs an input width that is a multiple of {BLOCK}, got {weight.shape[-1]}")
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("MXFP4 has no code for inf or NaN, and the weight holds one")
+    blocks = weight.double().unflatten(-1, (-1, BLOCK))
+    exponent = _block_exponent(blocks.abs().amax(-1))
+    scaled = blocks / torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent).unsqueeze(-1)
+    codes = _nearest_code(scaled.abs()) | torch.signbit(scaled).to(torch.uint8) << 3
+    codes = codes.flatten(-2).unflatten(-1, (-1, 2))
+    return codes[..., 0] | codes[..., 1] << 4, (exponent + SCALE_BIAS).to(torch.uint8)
+
+
+def _block_exponent(largest: Tensor) -> Tensor:
+    """ceil(log2(largest / 6)) without rounding trouble: frexp gives the exponent exactly."""
+    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
+    needed = exponent - 3 + (mantissa > 0.75).int()  # 6 = 0.75 * 2^3
+    return torch.where(largest > 0, needed, torch.zeros_like(needed)).clamp(-SCALE_BIAS, 127)
+
+
+def _nearest_code(magnitude: Tensor) -> Tensor:
+    """Index into MAGNITUDES: count the midpoints passed; an even index wins a tie."""
+    code = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for i, (low, high) in enumerate(zip(MAGNITUDES, MAGNITUDES[1:])):
+        middle = (low + high) / 2
+        code += magnitude >= middle if i % 2 else magnitude > middle
+    return code
