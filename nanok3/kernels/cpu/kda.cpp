@@ -1,0 +1,575 @@
+// Kimi Delta Attention on a CPU: forward, backward and one decode step.
+//
+//   S_t = (I - b_t k_t k_t^T) Diag(e^{g_t}) S_{t-1} + b_t k_t v_t^T,     o_t = s S_t^T q_t
+//
+// Chunks of C = 16 tokens. Inside one, with E_i = e^{g_1 + ... + g_i} and S the state before it:
+//   (I + L) Vt = Diag(b) (V - (K.E) S),   L = Diag(b) strict_lower((K.E) (K/E)^T)   (substitution)
+//   O = s (Q.E) S + M Vt,                 M = lower(s (Q.E) (K/E)^T)
+//   S <- Diag(E_C) S + (K . E_C/E)^T Vt
+// Gates lie in [-5, 0], so E >= e^-80 and 1/E <= e^80; both are stored times a power of two (E 2^58,
+// 2^-58/E), which keeps every factor within e^+-40 and is exact. E is a running product, 1/E its
+// reciprocal: a pair's decay E_i/E_j then errs by i - j roundings only, and no row looks at a later token.
+//
+// The state is kept in panels of P = 32 value columns ([panel][K][32]): a panel stays in the first-level
+// cache while a chunk reads and updates it. K is padded to 16 and V to 32 with zeros, a short last chunk
+// with tokens that change nothing (k = q = v = 0, b = 0, g = 0).
+//
+// The backward pass walks blocks of 4 chunks from the last to the first: from the block's saved state it
+// recomputes the states before its chunks, then applies the chain rule of the formulas above. Terms with
+// i = j in pair products have no gate in them and are added apart, so that dg is no difference of equals.
+#include "simd.h"
+
+namespace {
+
+constexpr int C = 16;      // tokens in a chunk
+constexpr int P = 32;      // value columns in a panel
+constexpr int BLOCK = 4;   // chunks between two saved states
+constexpr float SHIFT = 288230376151711744.0f;        // 2^58, about e^40
+constexpr float UNSHIFT = 1.0f / 288230376151711744.0f;
+
+}  // namespace
+
+// One call's inputs. q, k (tokens, H, K); v (tokens, HV, V); log_decay (tokens, HV, K); beta (tokens, HV);
+// initial_state (N, HV, K, V) float32 or null; sequence n is the tokens offsets[n] to offsets[n + 1].
+struct Problem {
+  const void *q, *k, *v, *log_decay, *beta;
+  const float* initial_state;
+  const int64_t* offsets;
+  int64_t sequences, H, HV, K, V, threads;
+  float scale;
+  Type q_type, k_type, v_type, log_decay_type, beta_type;
+};
+
+struct Gradients {
+  const void* d_o;        // (tokens, HV, V), v's type
+  const float* d_final;   // (N, HV, K, V) or null
+  void *dq, *dk;          // (tokens, HV, K): summed over the heads of a group by the caller
+  void *dv, *dlog_decay, *dbeta;
+  float* d_initial;       // (N, HV, K, V) or null
+  Type dq_type, dk_type;  // the others have their input's type
+};
+
+namespace {
+
+struct Size {
+  int K, V, Kp, panels;
+  explicit Size(const Problem& p)
+      : K(int(p.K)), V(int(p.V)), Kp((int(p.K) + 15) / 16 * 16), panels((int(p.V) + P - 1) / P) {}
+  size_t state() const { return size_t(panels) * Kp * P; }
+  int columns(int panel) const { return V - panel * P < P ? V - panel * P : P; }
+};
+
+// One sequence of one value head.
+struct Task {
+  int64_t sequence, head, key_head, begin, end;
+};
+
+// Everything of a chunk that does not depend on the state. hat = [K.E ; s Q.E] 2^58, inv = (K/E) 2^-58,
+// end = K . E_C/E. *_t are transposes: columns of 16 (or 2 x 16) tokens.
+struct Chunk {
+  float *k, *q, *decay;                 // (C, Kp): inputs, then decay = e^g
+  float *hat, *inv, *end;               // (2C, Kp), (C, Kp), (C, Kp)
+  float *hat_t, *inv_t, *end_t;         // (Kp, 2C), (Kp, C), (Kp, C)
+  float *E, *Einv, *F;                  // (C, Kp): E 2^58, 2^-58/E, E_C/E
+  float *total;                         // (Kp): E_C
+  float *nm, *l;                        // (2C, C): N over M, masked; (C, C): L
+  float *beta;                          // (C)
+  float *x, *vt;                        // (panels, C, P): V - (K.E) S and Vt
+  int64_t token;                        // first token and how many are real
+  int count;
+
+  static size_t floats(const Size& z) { return size_t(14) * C * z.Kp + z.Kp + 3 * C * C + C + 2 * size_t(z.panels) * C * P; }
+
+  void place(Arena& arena, const Size& z) {
+    size_t rows = size_t(C) * z.Kp;
+    for (float** p : {&k, &q, &decay, &inv, &end, &inv_t, &end_t, &E, &Einv, &F}) *p = arena.take(rows);
+    hat = arena.take(2 * rows);
+    hat_t = arena.take(2 * rows);
+    total = arena.take(z.Kp);
+    nm = arena.take(2 * C * C);
+    l = arena.take(C * C);
+    beta = arena.take(C);
+    x = arena.take(size_t(z.panels) * C * P);
+    vt = arena.take(size_t(z.panels) * C * P);
+  }
+};
+
+void read_keys(const Problem& p, const Size& z, const Task& t, Chunk& c) {
+  for (int i = 0; i < C; ++i) {
+    int64_t token = c.token + i;
+    int row = i * z.Kp, n = i < c.count ? z.K : 0;
+    read_row(p.k, (token * p.H + t.key_head) * p.K, p.k_type, n, z.Kp, c.k + row);
+    read_row(p.q, (token * p.H + t.key_head) * p.K, p.q_type, n, z.Kp, c.q + row);
+    read_row(p.log_decay, (token * p.HV + t.head) * p.K, p.log_decay_type, n, z.Kp, c.decay + row);
+    c.beta[i] = i < c.count ? read_one(p.beta, token * p.HV + t.head, p.beta_type) : 0.0f;
+  }
+}
+
+// Decay factors and the scaled keys and queries. Rows run down the tokens, so the running products are
+// plain vector recurrences over channels.
+template <bool kBackward>
+void scale_keys(const Size& z, float scale, Chunk& c) {
+  const int Kp = z.Kp;
+  for (int col = 0; col < Kp; col += W) {
+    vf E = splat(SHIFT), F = splat(1.0f);
+    UNROLL
+    for (int i = 0; i < C; ++i) {
+      int at = i * Kp + col;
+      vf decay = exp_nonpositive(load(c.decay + at)), k = load(c.k + at);
+      E *= decay;
+      vf inverse = 1.0f / E;
+      store(c.decay + at, decay);
+      store(c.hat + at, k * E);
+      store(c.hat + C * Kp + at, load(c.q + at) * scale * E);
+      store(c.inv + at, k * inverse);
+      if (kBackward) store(c.E + at, E), store(c.Einv + at, inverse);
+    }
+    store(c.total + col, E * UNSHIFT);
+    UNROLL
+    for (int i = C - 1; i >= 0; --i) {
+      int at = i * Kp + col;
+      store(c.end + at, load(c.k + at) * F);
+      if (kBackward) store(c.F + at, F);
+      F *= load(c.decay + at);
+    }
+  }
+}
+
+// N = strict_lower(hat_k inv^T), M = lower(hat_q inv^T), L = Diag(beta) N. Masked entries may be as large
+// as e^80: they are replaced, never multiplied by zero.
+void pair_matrices(const Size& z, Chunk& c) {
+  product<1, C>(2 * C, z.Kp, c.hat_t, 2 * C, c.inv_t, C, [&](int r, int s, vf x) { store(c.nm + r * C + s, x); });
+  for (int i = 0; i < C; ++i)
+    for (int j = 0; j < C; ++j) {
+      float& n = c.nm[i * C + j];
+      float& m = c.nm[(C + i) * C + j];
+      n = j < i ? n : 0.0f;
+      m = j <= i ? m : 0.0f;
+      c.l[i * C + j] = j < i ? c.beta[i] * n : 0.0f;
+    }
+}
+
+template <bool kBackward>
+void prepare(const Problem& p, const Size& z, const Task& t, int64_t token, Chunk& c) {
+  c.token = token;
+  c.count = int(t.end - token < C ? t.end - token : C);
+  read_keys(p, z, t, c);
+  scale_keys<kBackward>(z, p.scale, c);
+  transpose(c.hat, z.Kp, C, z.Kp, c.hat_t, 2 * C);
+  transpose(c.hat + C * z.Kp, z.Kp, C, z.Kp, c.hat_t + C, 2 * C);
+  transpose(c.inv, z.Kp, C, z.Kp, c.inv_t, C);
+  if (kBackward) transpose(c.end, z.Kp, C, z.Kp, c.end_t, C);
+  pair_matrices(z, c);
+}
+
+// (C, P) floats of one panel from rows of (tokens, HV, V); rows that do not exist are zero.
+void read_panel(const void* base, Type type, const Problem& p, const Size& z, const Task& t, const Chunk& c, int panel,
+                float* dst) {
+  for (int i = 0; i < C; ++i)
+    read_row(base, ((c.token + i) * p.HV + t.head) * p.V + panel * P, type, i < c.count ? z.columns(panel) : 0, P,
+             dst + i * P);
+}
+
+void write_panel(void* base, Type type, const Problem& p, const Size& z, const Task& t, const Chunk& c, int panel,
+                 const float* src) {
+  for (int i = 0; i < c.count; ++i)
+    write_row(base, ((c.token + i) * p.HV + t.head) * p.V + panel * P, type, z.columns(panel), src + i * P);
+}
+
+// predicted = hat S: rows 0..15 what the decayed state returns for each key, 16..31 for each query (both 2^58).
+template <int kRows>
+void predict(const Size& z, const Chunk& c, const float* state, float* predicted) {
+  product<1, P>(kRows, z.Kp, c.hat_t, 2 * C, state, P,
+                [&](int r, int s, vf acc) { store(predicted + r * P + s, acc); });
+}
+
+// x = v - prediction; solve (I + L) vt = beta x by substitution; then out = q's prediction + M vt (in place of v).
+template <bool kOutput>
+void solve(const Chunk& c, const float* predicted, float* v, float* x, float* vt) {
+  const float* m = c.nm + C * C;
+  for (int col = 0; col < P; col += W) {
+    vf y[C];
+    UNROLL
+    for (int i = 0; i < C; ++i) {
+      vf error = load(v + i * P + col) - load(predicted + i * P + col) * UNSHIFT;
+      if (!kOutput) store(x + i * P + col, error);
+      y[i] = error * c.beta[i];
+    }
+    UNROLL
+    for (int j = 0; j < C; ++j)
+      UNROLL
+      for (int i = j + 1; i < C; ++i) y[i] -= splat(c.l[i * C + j]) * y[j];
+    UNROLL
+    for (int i = 0; i < C; ++i) store(vt + i * P + col, y[i]);
+    if (!kOutput) continue;
+    UNROLL
+    for (int i = 0; i < C; ++i) {
+      vf out = load(predicted + (C + i) * P + col) * UNSHIFT;
+      UNROLL
+      for (int j = 0; j <= i; ++j) out += splat(m[i * C + j]) * y[j];
+      store(v + i * P + col, out);
+    }
+  }
+}
+
+// next = Diag(E_C) state + end^T vt
+void advance(const Size& z, const Chunk& c, const float* state, const float* vt, float* next) {
+  product<1, P>(z.Kp, C, c.end, z.Kp, vt, P, [&](int r, int s, vf acc) {
+    store(next + r * P + s, load(state + r * P + s) * c.total[r] + acc);
+  });
+}
+
+void read_state(const float* src, const Size& z, float* state) {  // (K, V) -> panels; null is zero
+  memset(state, 0, z.state() * 4);
+  if (!src) return;
+  for (int panel = 0; panel < z.panels; ++panel)
+    for (int i = 0; i < z.K; ++i)
+      memcpy(state + (size_t(panel) * z.Kp + i) * P, src + size_t(i) * z.V + panel * P, size_t(z.columns(panel)) * 4);
+}
+
+void write_state(const float* state, const Size& z, float* dst) {
+  for (int panel = 0; panel < z.panels; ++panel)
+    for (int i = 0; i < z.K; ++i)
+      memcpy(dst + size_t(i) * z.V + panel * P, state + (size_t(panel) * z.Kp + i) * P, size_t(z.columns(panel)) * 4);
+}
+
+// Saved states: one before every block but a sequence's first. A sequence that starts at token a owns the
+// slots from a / 64 on; since floor(a/64) + ceil(n/64) - 1 <= floor((a+n)/64), none overlap.
+float* checkpoint(float* checkpoints, const Problem& p, const Size& z, const Task& t, int64_t block) {
+  return checkpoints + ((t.begin / (C * BLOCK) + block - 1) * p.HV + t.head) * z.state();
+}
+
+int64_t state_at(const Problem& p, const Task& t) { return (t.sequence * p.HV + t.head) * p.K * p.V; }
+
+void forward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, void* o, float* final_state,
+                  float* checkpoints) {
+  arena.reserve(Chunk::floats(z) + z.state() + 4 * C * P);
+  Chunk c;
+  c.place(arena, z);
+  float *state = arena.take(z.state()), *predicted = arena.take(2 * C * P), *v = arena.take(C * P);
+  read_state(p.initial_state ? p.initial_state + state_at(p, t) : nullptr, z, state);
+  for (int64_t token = t.begin, i = 0; token < t.end; token += C, ++i) {
+    if (checkpoints && i && i % BLOCK == 0) memcpy(checkpoint(checkpoints, p, z, t, i / BLOCK), state, z.state() * 4);
+    prepare<false>(p, z, t, token, c);
+    for (int panel = 0; panel < z.panels; ++panel) {
+      float* s = state + size_t(panel) * z.Kp * P;
+      read_panel(p.v, p.v_type, p, z, t, c, panel, v);
+      predict<2 * C>(z, c, s, predicted);
+      solve<true>(c, predicted, v, nullptr, c.vt);
+      write_panel(o, p.v_type, p, z, t, c, panel, v);
+      advance(z, c, s, c.vt, s);
+    }
+  }
+  write_state(state, z, final_state + state_at(p, t));
+}
+
+// What the backward pass of one chunk needs besides the chunk itself.
+struct Scratch {
+  float *d_state;              // (panels, Kp, P)
+  float *dhat_t, *dend_t;      // (Kp, 2C), (Kp, C)
+  float *dpair;                // (2C, C): dL over dM
+  float *dbeta, *dtotal;       // (C), (Kp)
+  float *rows;                 // (2C, P): [-b dY ; dO]
+  float *dy;                   // (2C, P): [-dY ; dO]
+  float *dy_t, *vt_t;          // (P, 2C), (P, C)
+  float *predicted, *v;        // (2C, P), (C, P)
+  float *across, *lower;       // (3C, Kp) pair gradients, (4C, C) their left factors
+  float *dhat, *dend, *out;    // (2C, Kp), (C, Kp), (3C, Kp)
+
+  static size_t floats(const Size& z) {
+    return z.state() + size_t(13) * C * z.Kp + z.Kp + 16 + 6 * C * C + 12 * size_t(C) * P;
+  }
+
+  void place(Arena& arena, const Size& z) {
+    size_t rows16 = size_t(C) * z.Kp;
+    d_state = arena.take(z.state());
+    dhat_t = arena.take(2 * rows16), dend_t = arena.take(rows16);
+    dpair = arena.take(2 * C * C), dbeta = arena.take(C), dtotal = arena.take(z.Kp);
+    rows = arena.take(2 * C * P), dy = arena.take(2 * C * P), dy_t = arena.take(2 * C * P), vt_t = arena.take(C * P);
+    predicted = arena.take(2 * C * P), v = arena.take(C * P);
+    across = arena.take(3 * rows16), lower = arena.take(4 * C * C);
+    dhat = arena.take(2 * rows16), dend = arena.take(rows16), out = arena.take(3 * rows16);
+  }
+};
+
+// dVt = M^T dO + end dS;  (I + L)^T dY = dVt by substitution from the last token;  dX = b dY.
+void solve_transposed(const Chunk& c, const float* x, const float* d_vt, Scratch& s) {
+  const float* m = c.nm + C * C;
+  vf dbeta[C] = {};
+  for (int col = 0; col < P; col += W) {
+    vf y[C];
+    UNROLL
+    for (int i = 0; i < C; ++i) y[i] = load(d_vt + i * P + col);
+    UNROLL
+    for (int j = 0; j < C; ++j) {
+      vf d_o = load(s.dy + (C + j) * P + col);
+      UNROLL
+      for (int i = 0; i <= j; ++i) y[i] += splat(m[j * C + i]) * d_o;
+    }
+    UNROLL
+    for (int j = C - 1; j >= 0; --j)
+      UNROLL
+      for (int i = 0; i < j; ++i) y[i] -= splat(c.l[j * C + i]) * y[j];
+    UNROLL
+    for (int i = 0; i < C; ++i) {
+      vf dx = y[i] * c.beta[i];
+      dbeta[i] += y[i] * load(x + i * P + col);
+      store(s.dy + i * P + col, -y[i]);
+      store(s.rows + i * P + col, -dx);
+      store(s.rows + (C + i) * P + col, load(s.dy + (C + i) * P + col));
+      store(s.v + i * P + col, dx);
+    }
+  }
+  for (int i = 0; i < C; ++i) s.dbeta[i] += sum(dbeta[i]);
+}
+
+// Everything of the chunk's chain rule that touches one panel of the state.
+void backward_panel(const Problem& p, const Size& z, const Task& t, const Gradients& g, const Chunk& c, int panel,
+                    const float* state, Scratch& s) {
+  const float *x = c.x + panel * C * P, *vt = c.vt + panel * C * P;
+  float* d_state = s.d_state + size_t(panel) * z.Kp * P;
+  read_panel(g.d_o, p.v_type, p, z, t, c, panel, s.dy + C * P);
+  product<1, P>(C, z.Kp, c.end_t, C, d_state, P, [&](int r, int q, vf acc) { store(s.predicted + r * P + q, acc); });
+  solve_transposed(c, x, s.predicted, s);
+  write_panel(g.dv, p.v_type, p, z, t, c, panel, s.v);
+  transpose(s.dy, P, 2 * C, P, s.dy_t, 2 * C);
+  transpose(vt, P, C, P, s.vt_t, C);
+  product<1, C>(2 * C, P, s.dy_t, 2 * C, s.vt_t, C,
+                [&](int r, int q, vf acc) { store(s.dpair + r * C + q, load(s.dpair + r * C + q) + acc); });
+  product<P, C>(z.Kp, P, d_state, 1, s.vt_t, C,
+                [&](int r, int q, vf acc) { store(s.dend_t + r * C + q, load(s.dend_t + r * C + q) + acc); });
+  product<P, 2 * C>(z.Kp, P, state, 1, s.dy_t, 2 * C,
+                    [&](int r, int q, vf acc) { store(s.dhat_t + r * 2 * C + q, load(s.dhat_t + r * 2 * C + q) + acc); });
+  for (int r = 0; r < z.Kp; ++r) {
+    vf dot = {};
+    for (int col = 0; col < P; col += W) dot += load(state + r * P + col) * load(d_state + r * P + col);
+    s.dtotal[r] += sum(dot);
+  }
+  product<1, P>(z.Kp, 2 * C, c.hat, z.Kp, s.rows, P, [&](int r, int q, vf acc) {
+    store(d_state + r * P + q, load(d_state + r * P + q) * c.total[r] + acc * UNSHIFT);
+  });
+}
+
+// Gradients through N and M: across = [dN inv ; dM inv ; dN^T hat_k + dM^T hat_q], strict pairs only; dbeta from L.
+void backward_pairs(const Size& z, const Chunk& c, Scratch& s) {
+  float *left = s.lower, *right = s.lower + 2 * C * C;  // left (C, 2C): [dN^T | dM^T]; right (2C, C): [dN ; dM]
+  for (int i = 0; i < C; ++i) {
+    float db = 0;
+    for (int j = 0; j < C; ++j) {
+      float dl = j < i ? s.dpair[i * C + j] : 0.0f, dm = j < i ? s.dpair[(C + i) * C + j] : 0.0f;
+      db += dl * c.nm[i * C + j];
+      left[j * 2 * C + i] = right[i * C + j] = c.beta[i] * dl;
+      left[j * 2 * C + C + i] = right[(C + i) * C + j] = dm;
+    }
+    s.dbeta[i] += db;
+  }
+  for (int col = 0; col < z.Kp; col += C) {
+    product<1, C>(2 * C, C, left, 2 * C, c.inv + col, z.Kp,
+                  [&](int r, int q, vf acc) { store(s.across + r * z.Kp + col + q, acc); });
+    product<1, C>(C, 2 * C, right, C, c.hat + col, z.Kp,
+                  [&](int r, int q, vf acc) { store(s.across + (2 * C + r) * z.Kp + col + q, acc); });
+  }
+}
+
+// dq, dk, dg of a chunk from the parts, into s.out (3C, Kp). A gate at token r acts on pairs i >= r > j only:
+// a sum from the end over row minus column terms, one from the start over what reaches the final state.
+void backward_keys(const Size& z, float scale, const Chunk& c, Scratch& s) {
+  const int Kp = z.Kp, rows = C * Kp;
+  for (int col = 0; col < Kp; col += W) {
+    vf dg = load(c.total + col) * load(s.dtotal + col), kept = {};
+    UNROLL
+    for (int i = 0; i < C; ++i) {
+      int at = i * Kp + col;
+      vf to_end = load(c.F + at) * load(s.dend + at);
+      store(s.out + 2 * rows + at, kept);
+      kept += load(c.k + at) * to_end;
+      store(s.out + rows + at, to_end);
+    }
+    UNROLL
+    for (int i = C - 1; i >= 0; --i) {
+      int at = i * Kp + col;
+      vf k = load(c.k + at), q = load(c.q + at), E = load(c.E + at);
+      vf dq = E * scale * (load(s.dhat + rows + at) * UNSHIFT + load(s.across + rows + at));
+      vf row = E * (load(s.dhat + at) * (UNSHIFT * c.beta[i]) + load(s.across + at));
+      vf column = load(c.Einv + at) * load(s.across + 2 * rows + at);
+      float diagonal = scale * s.dpair[(C + i) * C + i];
+      dg += q * dq + k * (row - column);
+      store(s.out + 2 * rows + at, load(s.out + 2 * rows + at) + dg);
+      store(s.out + at, dq + k * diagonal);
+      store(s.out + rows + at, load(s.out + rows + at) + row + column + q * diagonal);
+    }
+  }
+}
+
+void write_gradients(const Problem& p, const Size& z, const Task& t, const Gradients& g, const Chunk& c, Scratch& s) {
+  for (int i = 0; i < c.count; ++i) {
+    int64_t row = (c.token + i) * p.HV + t.head;
+    write_row(g.dq, row * p.K, g.dq_type, z.K, s.out + i * z.Kp);
+    write_row(g.dk, row * p.K, g.dk_type, z.K, s.out + (C + i) * z.Kp);
+    write_row(g.dlog_decay, row * p.K, p.log_decay_type, z.K, s.out + (2 * C + i) * z.Kp);
+    write_one(g.dbeta, row, p.beta_type, s.dbeta[i]);
+  }
+}
+
+void backward_chunk(const Problem& p, const Size& z, const Task& t, const Gradients& g, const Chunk& c,
+                    const float* state, Scratch& s) {
+  for (float* zeroed : {s.dhat_t, s.dhat_t + C * z.Kp, s.dend_t}) memset(zeroed, 0, size_t(C) * z.Kp * 4);
+  memset(s.dpair, 0, 2 * C * C * 4), memset(s.dbeta, 0, C * 4), memset(s.dtotal, 0, size_t(z.Kp) * 4);
+  for (int panel = 0; panel < z.panels; ++panel)
+    backward_panel(p, z, t, g, c, panel, state + size_t(panel) * z.Kp * P, s);
+  transpose(s.dhat_t, 2 * C, z.Kp, 2 * C, s.dhat, z.Kp);
+  transpose(s.dend_t, C, z.Kp, C, s.dend, z.Kp);
+  backward_pairs(z, c, s);
+  backward_keys(z, p.scale, c, s);
+  write_gradients(p, z, t, g, c, s);
+}
+
+// Chunks of one block with the state before each: states[i] leads to states[i + 1].
+void recompute(const Problem& p, const Size& z, const Task& t, int64_t begin, int count, Chunk* chunks, float* states,
+               Scratch& s) {
+  for (int i = 0; i < count; ++i) {
+    Chunk& c = chunks[i];
+    prepare<true>(p, z, t, begin + i * C, c);
+    for (int panel = 0; panel < z.panels; ++panel) {
+      float* state = states + i * z.state() + size_t(panel) * z.Kp * P;
+      float *x = c.x + panel * C * P, *vt = c.vt + panel * C * P;
+      read_panel(p.v, p.v_type, p, z, t, c, panel, s.v);
+      predict<C>(z, c, state, s.predicted);
+      solve<false>(c, s.predicted, s.v, x, vt);
+      if (i + 1 < count) advance(z, c, state, vt, state + z.state());
+    }
+  }
+}
+
+void backward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, const Gradients& g,
+                   const float* checkpoints) {
+  arena.reserve(BLOCK * (Chunk::floats(z) + z.state()) + Scratch::floats(z));
+  Chunk chunks[BLOCK];
+  for (Chunk& c : chunks) c.place(arena, z);
+  float* states = arena.take(BLOCK * z.state());
+  Scratch s;
+  s.place(arena, z);
+  read_state(g.d_final ? g.d_final + state_at(p, t) : nullptr, z, s.d_state);
+  const int64_t blocks = (t.end - t.begin + C * BLOCK - 1) / (C * BLOCK);
+  for (int64_t block = blocks - 1; block >= 0; --block) {
+    int64_t begin = t.begin + block * C * BLOCK, left = (t.end - begin + C - 1) / C;
+    int count = int(left < BLOCK ? left : BLOCK);
+    if (block)
+      memcpy(states, checkpoint(const_cast<float*>(checkpoints), p, z, t, block), z.state() * 4);
+    else
+      read_state(p.initial_state ? p.initial_state + state_at(p, t) : nullptr, z, states);
+    recompute(p, z, t, begin, count, chunks, states, s);
+    for (int i = count - 1; i >= 0; --i) backward_chunk(p, z, t, g, chunks[i], states + i * z.state(), s);
+  }
+  if (g.d_initial) write_state(s.d_state, z, g.d_initial + state_at(p, t));
+}
+
+// Runs every (sequence, value head) once. Tasks write disjoint memory in a fixed order each, so the result
+// does not depend on the number of threads.
+template <class Run>
+void for_each_task(const Problem& p, Run run) {
+  const int64_t tasks = p.sequences * p.HV;
+  if (!tasks) return;
+  const int threads = int(p.threads < tasks ? p.threads : tasks);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < tasks; ++i) {
+    static thread_local Arena arena;
+    int64_t n = i / p.HV, head = i % p.HV;
+    run(Task{n, head, head / (p.HV / p.H), p.offsets[n], p.offsets[n + 1]}, arena);
+  }
+}
+
+// NV vectors of value columns of one head's decode step: p = (a S)^T k and r = (a S)^T q in one reading of S,
+// then e = b (v - p), o = s (r + (q.k) e), S <- a S + k e^T.
+template <int NV>
+INLINE void step_columns(int K, int64_t V, float* state, const float* a, const float* k, const float* q, const float* v,
+                         float beta, float qk, float scale, float* o) {
+  vf p[NV], r[NV];
+  UNROLL
+  for (int j = 0; j < NV; ++j) p[j] = r[j] = vf{};
+  for (int i = 0; i < K; ++i) {
+    vf ki = splat(a[i] * k[i]), qi = splat(a[i] * q[i]);
+    UNROLL
+    for (int j = 0; j < NV; ++j) {
+      vf s = load(state + i * V + j * W);
+      p[j] += s * ki;
+      r[j] += s * qi;
+    }
+  }
+  UNROLL
+  for (int j = 0; j < NV; ++j) {
+    p[j] = (load(v + j * W) - p[j]) * beta;
+    store(o + j * W, (r[j] + p[j] * qk) * scale);
+  }
+  for (int i = 0; i < K; ++i) {
+    vf ai = splat(a[i]), ki = splat(k[i]);
+    UNROLL
+    for (int j = 0; j < NV; ++j) {
+      float* s = state + i * V + j * W;
+      store(s, load(s) * ai + ki * p[j]);
+    }
+  }
+}
+
+// The same for one column, where V is no multiple of the vector width.
+void step_column(int K, int64_t V, float* state, const float* a, const float* k, const float* q, float v, float beta,
+                 float qk, float scale, float* o) {
+  float p = 0, r = 0;
+  for (int i = 0; i < K; ++i) {
+    p += state[i * V] * (a[i] * k[i]);
+    r += state[i * V] * (a[i] * q[i]);
+  }
+  float e = (v - p) * beta;
+  *o = (r + e * qk) * scale;
+  for (int i = 0; i < K; ++i) state[i * V] = state[i * V] * a[i] + k[i] * e;
+}
+
+void step_task(const Problem& p, const Size& z, const Task& t, Arena& arena, float* states, void* o) {
+  arena.reserve(3 * size_t(z.Kp) + 2 * size_t(z.panels) * P);
+  float *a = arena.take(z.Kp), *k = arena.take(z.Kp), *q = arena.take(z.Kp);
+  float *v = arena.take(size_t(z.panels) * P), *out = arena.take(size_t(z.panels) * P);
+  const int64_t row = t.sequence * p.HV + t.head, key_row = t.sequence * p.H + t.key_head;
+  read_row(p.k, key_row * p.K, p.k_type, z.K, z.Kp, k);
+  read_row(p.q, key_row * p.K, p.q_type, z.K, z.Kp, q);
+  read_row(p.log_decay, row * p.K, p.log_decay_type, z.K, z.Kp, a);
+  read_row(p.v, row * p.V, p.v_type, z.V, z.panels * P, v);
+  vf dot = {};
+  for (int i = 0; i < z.Kp; i += W) {
+    store(a + i, exp_nonpositive(load(a + i)));
+    dot += load(k + i) * load(q + i);
+  }
+  const float beta = read_one(p.beta, row, p.beta_type), qk = sum(dot);
+  float* state = states + state_at(p, t);
+  int col = 0;
+  for (; col + 8 * W <= z.V; col += 8 * W)
+    step_columns<8>(z.K, z.V, state + col, a, k, q, v + col, beta, qk, p.scale, out + col);
+  for (; col + 2 * W <= z.V; col += 2 * W)
+    step_columns<2>(z.K, z.V, state + col, a, k, q, v + col, beta, qk, p.scale, out + col);
+  for (; col + W <= z.V; col += W)
+    step_columns<1>(z.K, z.V, state + col, a, k, q, v + col, beta, qk, p.scale, out + col);
+  for (; col < z.V; ++col) step_column(z.K, z.V, state + col, a, k, q, v[col], beta, qk, p.scale, out + col);
+  write_row(o, row * p.V, p.v_type, z.V, out);
+}
+
+}  // namespace
+
+extern "C" {
+
+// o (tokens, HV, V), final_state (N, HV, K, V), checkpoints (tokens / 64, HV, padded state) or null.
+void kda_forward(const Problem* p, void* o, float* final_state, float* checkpoints) {
+  const Size z(*p);
+  for_each_task(*p, [&](const Task& t, Arena& arena) { forward_task(*p, z, t, arena, o, final_state, checkpoints); });
+}
+
+void kda_backward(const Problem* p, const Gradients* g, const float* checkpoints) {
+  const Size z(*p);
+  for_each_task(*p, [&](const Task& t, Arena& arena) { backward_task(*p, z, t, arena, *g, checkpoints); });
+}
+
+// One token of every sequence; state (N, HV, K, V) is updated in place, o is (N, HV, V).
+void kda_step(const Problem* p, float* state, void* o) {
+  const Size z(*p);
+  for_each_task(*p, [&](const Task& t, Arena& arena) { step_task(*p, z, t, arena, state, o); });
+}
+
+}  // extern "C"

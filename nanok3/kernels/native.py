@@ -1,0 +1,136 @@
+"""Build and load the C++ kernels: one source a mechanism, compiled on first use, kept in the user's cache.
+
+A kernel is `cpu/<name>.cpp` with a plain C interface and no torch headers, so it compiles in seconds. The
+shared library is named by a hash of what decides its contents: the sources, the compiler and its version, the
+flags and the processor's features (`-march=native` on another machine is another program). Two processes that
+start at once take a file lock; the winner writes a temporary file and renames it, so a reader never sees half
+a library. Without a compiler, or if the build fails, one line in the log says why and `available` is False:
+callers then use their torch form.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger("nanok3")
+
+SOURCES = Path(__file__).parent / "cpu"
+COMPILERS = ("g++", "clang++", "c++")
+COMMON_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
+# The first set a compiler accepts: Apple's has no OpenMP, some ARM compilers know only -mcpu.
+TUNING_FLAGS = (
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-fopenmp",),
+    ("-mcpu=native",),
+    (),
+)
+BUILD_SECONDS = 300
+
+
+def available(name: str) -> bool:
+    """Whether the kernel `cpu/<name>.cpp` can be used here; builds it if it was not built before."""
+    return load(name) is not None
+
+
+@functools.cache
+def load(name: str) -> ctypes.CDLL | None:
+    """The library of `cpu/<name>.cpp`, or None (said once in the log) where it cannot be built."""
+    try:
+        return ctypes.CDLL(str(build(name)))
+    except (OSError, BuildError) as error:
+        log.warning("native %s kernel unavailable, using the slower torch form: %s", name, error)
+        return None
+
+
+class BuildError(RuntimeError):
+    """Why a kernel could not be built, in one line."""
+
+
+def build(name: str) -> Path:
+    """Path of the compiled kernel, compiling it when the cache has none. Raises BuildError or OSError."""
+    if os.name != "posix":
+        raise BuildError(f"kernels are built on Linux and macOS only, this is {platform.system()}")
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler found (looked for {', '.join(COMPILERS)})")
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target = folder / f"{name}-{fingerprint(name, compiler)}.so"
+    if not target.exists():
+        with _locked(folder / f"{name}.lock"):
+            if not target.exists():
+                _compile(compiler, SOURCES / f"{name}.cpp", target)
+    return target
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/nanok3/kernels`, by default under `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanok3" / "kernels"
+
+
+def fingerprint(name: str, compiler: str) -> str:
+    """Hash of the source with its headers, the compiler's version, the flags and the processor's features."""
+    digest = hashlib.sha256()
+    for source in [SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))]:
+        digest.update(source.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=60)
+    digest.update(repr((compiler, version.stdout, COMMON_FLAGS, TUNING_FLAGS, cpu_features())).encode())
+    return digest.hexdigest()[:20]
+
+
+def cpu_features() -> str:
+    """Architecture, model and instruction-set flags as the system names them."""
+    described = [platform.machine(), platform.processor()]
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        wanted = ("flags", "Features", "model name", "CPU part")
+        described += sorted({line for line in info.read_text().splitlines() if line.startswith(wanted)})
+    return "\n".join(described)
+
+
+def _compile(compiler: str, source: Path, target: Path) -> None:
+    """Compile to a temporary file beside `target` and rename it there."""
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-")
+    os.close(handle)
+    try:
+        for tuning in TUNING_FLAGS:
+            command = [compiler, *COMMON_FLAGS, *tuning, str(source), "-o", temporary]
+            result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_SECONDS)
+            if result.returncode == 0:
+                break
+        else:
+            reason = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
+            raise BuildError(f"{compiler} failed on {source.name}: {reason}")
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{compiler} took more than {BUILD_SECONDS} s on {source.name}") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+class _locked:
+    """Exclusive lock on a file for a `with` block; other processes wait."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __enter__(self) -> None:
+        import fcntl  # posix only, and so is building
+
+        self.file = open(self.path, "w")
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
