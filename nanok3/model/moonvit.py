@@ -55,9 +55,7 @@ def read_grids(grid_thw: Tensor, patches: int, merge: tuple[int, int], frames: i
     grids = [(t, h, w) for t, h, w in grid_thw.tolist()]
     for item, (t, h, w) in enumerate(grids):
         if not 1 <= t <= frames:
-            raise ValueError(
-                f"grid_thw[{item}] has t = {t} frames; allowed: 1 to {frames} (init_pos_emb_time)"
-            )
+            raise ValueError(f"grid_thw[{item}] has t = {t} frames; allowed: 1 to {frames} (init_pos_emb_time)")
         if min(h, w) < 1 or h % merge[0] or w % merge[1]:
             raise ValueError(
                 f"grid_thw[{item}] is {h} x {w} patches; rows and columns must be multiples of "
@@ -147,9 +145,7 @@ def attend(
 # ---------------------------------------------------------------------- from patches to rows
 
 
-def merge_patches(
-    x: Float[Tensor, "n D"], grid: Grid, merge: tuple[int, int]
-) -> Float[Tensor, "rows merged"]:
+def merge_patches(x: Float[Tensor, "n D"], grid: Grid, merge: tuple[int, int]) -> Float[Tensor, "rows merged"]:
     """Average one item over its frames and lay each 2 x 2 neighbourhood side by side, row by row."""
     t, h, w = grid
     (down, across), width = merge, x.shape[-1]
@@ -245,15 +241,11 @@ class MoonViT(nn.Module):
         assert cfg.init_pos_emb_height and cfg.init_pos_emb_width and cfg.init_pos_emb_time
         width, heads, eps = cfg.vt_hidden_size, cfg.vt_num_attention_heads, cfg.vision_norm_eps
         if width % 2:
-            raise ValueError(
-                f"field 'vt_hidden_size' is {width}; it must be even (a sine and a cosine for the time)"
-            )
+            raise ValueError(f"field 'vt_hidden_size' is {width}; it must be even (a sine and a cosine for the time)")
         self.head_width = cfg.qkv_hidden_size // heads
         self.merge = cfg.merge_kernel_size
         self.frames = cfg.init_pos_emb_time
-        self.patch_embed = PatchEmbed(
-            width, cfg.patch_size, (cfg.init_pos_emb_height, cfg.init_pos_emb_width)
-        )
+        self.patch_embed = PatchEmbed(width, cfg.patch_size, (cfg.init_pos_emb_height, cfg.init_pos_emb_width))
         blocks = [
             Block(width, heads, cfg.qkv_hidden_size, cfg.vt_intermediate_size, eps)
             for _ in range(cfg.vt_num_hidden_layers)
@@ -273,9 +265,7 @@ class MoonViT(nn.Module):
         """
         expected = self.patch_embed.proj.weight.shape[1:]
         if pixel_values.shape[1:] != expected:
-            raise ValueError(
-                f"pixel_values has patches of {tuple(pixel_values.shape[1:])}; expected {tuple(expected)}"
-            )
+            raise ValueError(f"pixel_values has patches of {tuple(pixel_values.shape[1:])}; expected {tuple(expected)}")
         grids = read_grids(grid_thw, len(pixel_values), self.merge, self.frames)
         lengths = [t * h * w for t, h, w in grids]
         x = self.patch_embed(pixel_values, grids)

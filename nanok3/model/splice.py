@@ -36,9 +36,7 @@ def splice(
     rows of a batch different lengths.
     """
     if sum(rows_per_item) != len(features):
-        raise ValueError(
-            f"{len(features)} feature rows, but the items have {sum(rows_per_item)} {list(rows_per_item)}"
-        )
+        raise ValueError(f"{len(features)} feature rows, but the items have {sum(rows_per_item)} {list(rows_per_item)}")
     pads = input_ids == placeholder_id
     count = int(pads.sum())
     if count != len(features):

@@ -35,7 +35,7 @@ def weights():
 
 
 def build(cfg, weights, dtype):
-    """Tower and projector, made without memory and then given the stored tensors under their official names."""
+    """Tower and projector, made without memory, then given the stored tensors under their names."""
     with torch.device("meta"):
         tower, projector = MoonViT(cfg), Projector(cfg)
     for module, prefix in ((tower, "vision_tower."), (projector, "mm_projector.")):
@@ -136,7 +136,7 @@ def test_attention_runs_where_only_the_linear_memory_kernel_is_allowed(cfg, weig
         tower(*inputs(expected, "batch", dtype)).sum().backward()
 
 
-# ------------------------------------------------------------------ wrong in ways that public ports were wrong
+# ------------------------------------------------------------------ mistakes that others made
 
 
 def rows_first(make):
@@ -202,9 +202,7 @@ def test_the_two_kinds_of_gelu_are_told_apart(cfg, weights, expected, monkeypatc
     assert largest(projector(merged), expected["table_grid.features"]) > 1e-7
     exact = F.gelu
     monkeypatch.setattr(F, "gelu", lambda x, approximate: exact(x))
-    assert (
-        largest(tower(*inputs(expected, "table_grid", torch.float64)), expected["table_grid.merged"]) > 1e-7
-    )
+    assert largest(tower(*inputs(expected, "table_grid", torch.float64)), expected["table_grid.merged"]) > 1e-7
 
 
 def test_the_norm_epsilon_is_the_float32_one(cfg, weights, expected):
@@ -213,9 +211,7 @@ def test_the_norm_epsilon_is_the_float32_one(cfg, weights, expected):
     for module in tower.modules():
         if hasattr(module, "eps"):
             module.eps = 2.0**-7
-    assert (
-        largest(tower(*inputs(expected, "table_grid", torch.float64)), expected["table_grid.merged"]) > 1e-4
-    )
+    assert largest(tower(*inputs(expected, "table_grid", torch.float64)), expected["table_grid.merged"]) > 1e-4
 
 
 def test_a_grid_of_the_tables_size_takes_the_table_itself():
@@ -225,7 +221,7 @@ def test_a_grid_of_the_tables_size_takes_the_table_itself():
 
 
 def test_nothing_is_stored_besides_the_official_tensors(cfg, weights, expected):
-    """A time table kept as a buffer once stayed behind in another dtype; here moving the tower moves everything."""
+    """A time table kept as a buffer may stay behind in another dtype; moving the tower moves everything."""
     tower, projector = build(cfg, weights, torch.bfloat16)
     assert not list(tower.buffers()) and not list(projector.buffers())
     merged = tower.double()(*inputs(expected, "t3", torch.float64))
@@ -286,9 +282,7 @@ def test_the_release_builds_without_memory_and_has_the_official_size():
         tower, projector = MoonViT(K3Config.k3()), Projector(K3Config.k3())
     assert sum(p.numel() for p in tower.parameters()) == 401_214_464
     assert sum(p.numel() for p in projector.parameters()) == 46_144_512
-    shapes = {
-        name: list(p.shape) for name, p in [*tower.state_dict().items(), *projector.state_dict().items()]
-    }
+    shapes = {name: list(p.shape) for name, p in [*tower.state_dict().items(), *projector.state_dict().items()]}
     assert len(shapes) == 168
     official = {
         "patch_embed.proj.weight": [1024, 3, 14, 14],
