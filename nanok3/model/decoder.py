@@ -84,23 +84,28 @@ class DecoderLayer(nn.Module):
         cache: KDAState | LatentCache | None = None,
     ) -> None:
         """Advance `depth` by this layer's two outputs."""
-        depth.add(self.attention_part(depth, cu_seqlens, cache))
-        depth.add(self.feed_forward_part(depth))
-
-    def attention_part(
-        self, depth: DepthSources, cu_seqlens: Tensor | None, cache: KDAState | LatentCache | None
-    ) -> Float[Tensor, "B T D"]:
         h = self._read(depth, "self_attention")
         block = self.cfg.attn_res_block_size
         if self.cfg.attn_res_full or (block is not None and self.layer % block == 0):
             depth.close()
-        attended: Tensor = self.self_attn(self.input_layernorm(h), cu_seqlens, cache)
-        return attended
-
-    def feed_forward_part(self, depth: DepthSources) -> Float[Tensor, "B T D"]:
+        depth.add(self.attend(h, cu_seqlens, cache))
         h = self._read(depth, "mlp")
         if self.cfg.attn_res_full:
             depth.close()
+        depth.add(self.feed(h))
+
+    def attend(
+        self,
+        h: Float[Tensor, "B T D"],
+        cu_seqlens: Tensor | None = None,
+        cache: KDAState | LatentCache | None = None,
+    ) -> Float[Tensor, "B T D"]:
+        """Mix over tokens."""
+        attended: Tensor = self.self_attn(self.input_layernorm(h), cu_seqlens, cache)
+        return attended
+
+    def feed(self, h: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """Mix over channels."""
         return self.feed_forward(self.post_attention_layernorm(h))
 
     def _read(self, depth: DepthSources, side: str) -> Float[Tensor, "B T D"]:
