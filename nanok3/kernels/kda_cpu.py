@@ -57,12 +57,12 @@ def kda(
     beta: Float[Tensor, "B T HV"],
     initial_state: Float[Tensor, "N HV K V"] | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, "N1"] | None = None,
+    cu_seqlens: Int[Tensor, " boundaries"] | None = None,
     scale: float | None = None,
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"] | None] | NotImplementedType:
     """KDA over whole sequences, differentiable in every tensor; NotImplemented where the kernel does not apply.
 
-    HV is a multiple of H; cu_seqlens (N + 1,) packs N sequences into B = 1; scale defaults to K^-0.5. Returns o
+    HV is a multiple of H; cu_seqlens (N + 1,) int packs N sequences into B = 1; scale defaults to K^-0.5. Returns o
     in v's type and the float32 state after each sequence (None unless asked for).
     """
     inputs = (q, k, v, log_decay, beta)
@@ -109,7 +109,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, the final state and the states saved for `backward` (none unless asked for). Shapes as in `kda`."""
     inputs = _contiguous(q, k, v, log_decay, beta)
-    o, final_state, checkpoints = _empty_outputs(*inputs, cu_seqlens, save_for_backward)
+    o, final_state, checkpoints = _empty_outputs(q, v, cu_seqlens, save_for_backward)
     kept: list[Tensor] = []
     problem = _problem(inputs, initial_state, cu_seqlens, scale, kept)
     saved = checkpoints.data_ptr() if save_for_backward else None
@@ -156,9 +156,7 @@ def backward(
     return dq, dk, dv, dlog_decay, dbeta, dinitial
 
 
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, scale: float
-) -> Tensor:
+def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, scale: float) -> Tensor:
     inputs = _contiguous(q, k, v, log_decay, beta)
     o = torch.empty_like(inputs[2])
     problem = _problem(inputs, None, None, scale, [])
@@ -187,8 +185,13 @@ def _supported(inputs: tuple[Tensor, ...], state: Tensor | None) -> bool:
         all(x.device.type == "cpu" for x in (*inputs, *states))
         and all(x.dtype in DTYPES for x in inputs)
         and all(x.dtype == torch.float32 for x in states)
-        and native.available("kda")
+        and _built()
     )
+
+
+@torch.compiler.assume_constant_result  # the build is no part of a traced graph
+def _built() -> bool:
+    return native.available("kda")
 
 
 def _check_shapes(
@@ -256,13 +259,7 @@ def _problem(
 
 
 def _empty_outputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor | None,
-    save_for_backward: bool,
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, save_for_backward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unwritten o, final state and checkpoints: a sequence starting at token a owns the slots from a // 64 on."""
     B, T, _, K = q.shape
@@ -314,7 +311,7 @@ def _forward_fake(
     scale: float,
     save_for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_outputs(q, k, v, log_decay, beta, cu_seqlens, save_for_backward)
+    return _empty_outputs(q, v, cu_seqlens, save_for_backward)
 
 
 @_backward_op.register_fake
@@ -337,9 +334,7 @@ def _backward_fake(
 
 
 @_step_op.register_fake
-def _step_fake(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, scale: float
-) -> Tensor:
+def _step_fake(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, scale: float) -> Tensor:
     return v.new_empty(v.shape)
 
 

@@ -239,6 +239,13 @@ float* checkpoint(float* checkpoints, const Problem& p, const Size& z, const Tas
   return checkpoints + ((t.begin / (C * BLOCK) + block - 1) * p.HV + t.head) * z.state();
 }
 
+int64_t blocks_of(const Task& t) { return (t.end - t.begin + C * BLOCK - 1) / (C * BLOCK); }
+
+void clear_unused(float* checkpoints, const Problem& p, const Size& z, const Task& t) {
+  for (int64_t block = blocks_of(t) > 1 ? blocks_of(t) : 1; block <= t.end / (C * BLOCK) - t.begin / (C * BLOCK); ++block)
+    memset(checkpoint(checkpoints, p, z, t, block), 0, z.state() * 4);
+}
+
 int64_t state_at(const Problem& p, const Task& t) { return (t.sequence * p.HV + t.head) * p.K * p.V; }
 
 void forward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, void* o, float* final_state,
@@ -261,6 +268,7 @@ void forward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, 
     }
   }
   write_state(state, z, final_state + state_at(p, t));
+  if (checkpoints) clear_unused(checkpoints, p, z, t);
 }
 
 // What the backward pass of one chunk needs besides the chunk itself.
@@ -450,8 +458,7 @@ void backward_task(const Problem& p, const Size& z, const Task& t, Arena& arena,
   Scratch s;
   s.place(arena, z);
   read_state(g.d_final ? g.d_final + state_at(p, t) : nullptr, z, s.d_state);
-  const int64_t blocks = (t.end - t.begin + C * BLOCK - 1) / (C * BLOCK);
-  for (int64_t block = blocks - 1; block >= 0; --block) {
+  for (int64_t block = blocks_of(t) - 1; block >= 0; --block) {
     int64_t begin = t.begin + block * C * BLOCK, left = (t.end - begin + C - 1) / C;
     int count = int(left < BLOCK ? left : BLOCK);
     if (block)

@@ -1,0 +1,140 @@
+"""Building, caching and loading the C++ kernels, and what happens where that is impossible."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanok3.kernels import native
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, native.COMPILERS)), reason="no C++ compiler on this machine"
+)
+TINY = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty cache, and a library folder with one tiny kernel, `probe`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "probe.cpp").write_text(TINY)
+    monkeypatch.setattr(native, "SOURCES", sources)
+    native.load.cache_clear()
+    yield
+    native.load.cache_clear()
+
+
+def built() -> list[Path]:
+    return sorted(native.cache_folder().glob("*.so"))
+
+
+@needs_compiler
+def test_builds_once_and_is_reused(tmp_path: Path) -> None:
+    library = native.load("probe")
+    assert library is not None and library.answer() == 42
+    (first,) = built()
+    assert first.parent == tmp_path / "cache" / "nanok3" / "kernels"
+    written = first.stat().st_mtime_ns
+    native.load.cache_clear()
+    assert native.available("probe")
+    assert built() == [first] and first.stat().st_mtime_ns == written
+    assert {p.suffix for p in native.cache_folder().iterdir()} == {".so", ".lock"}  # no temporary left
+
+
+@needs_compiler
+@pytest.mark.parametrize("changed", ("source", "header", "flags", "processor"))
+def test_what_decides_the_library_is_in_its_name(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
+    before = native.fingerprint("probe", compiler)
+    assert before == native.fingerprint("probe", compiler)
+    if changed == "source":
+        (native.SOURCES / "probe.cpp").write_text(TINY.replace("42", "43"))
+    elif changed == "header":
+        (native.SOURCES / "more.h").write_text("#pragma once\n")
+    elif changed == "flags":
+        monkeypatch.setattr(native, "COMMON_FLAGS", (*native.COMMON_FLAGS, "-g"))
+    else:
+        monkeypatch.setattr(native, "cpu_features", lambda: "another processor")
+    assert native.fingerprint("probe", compiler) != before
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="nanok3"):
+        assert not native.available("probe")
+        assert not native.available("probe")
+    (record,) = caplog.records  # once, in one line
+    assert "no C++ compiler found" in record.getMessage() and "\n" not in record.getMessage()
+
+
+@needs_compiler
+def test_failing_build(caplog: pytest.LogCaptureFixture) -> None:
+    (native.SOURCES / "probe.cpp").write_text("this is no C++\n")
+    with caplog.at_level(logging.WARNING, logger="nanok3"):
+        assert native.load("probe") is None
+    (record,) = caplog.records
+    assert "failed on probe.cpp" in record.getMessage() and "\n" not in record.getMessage()
+    assert built() == []
+
+
+@needs_compiler
+def test_flags_a_compiler_does_not_know_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "TUNING_FLAGS", (("-march=no-such-machine",), ()))
+    assert native.available("probe")
+
+
+def test_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING, logger="nanok3"):
+        assert not native.available("probe")
+    assert len(caplog.records) == 1
+
+
+FIRST_USE = """
+import sys, time
+from pathlib import Path
+from nanok3.kernels import native
+native.SOURCES = Path(sys.argv[1])
+while time.time() < float(sys.argv[2]):
+    time.sleep(0.001)
+library = native.load("probe")
+print(library.answer(), native.build("probe").stat().st_ino)
+"""
+
+
+@needs_compiler
+def test_concurrent_first_use() -> None:
+    """Two processes build into an empty cache at the same moment: both work, one library is made."""
+    start = str(time.time() + 1.0)
+    command = [sys.executable, "-c", FIRST_USE, str(native.SOURCES), start]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(2)]
+    answers = [process.communicate(timeout=60)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert answers[0] == answers[1] and answers[0][0] == "42"
+    assert len(built()) == 1
+
+
+def test_kda_falls_back_without_a_compiler(tmp_path: Path) -> None:
+    """The whole path in a process of its own: one log line, NotImplemented, no exception."""
+    program = """
+import torch
+from nanok3.kernels import kda_cpu
+x = torch.rand(1, 3, 1, 8)
+for _ in range(2):
+    print(kda_cpu.kda(x, x, x, -x, x[..., 0]) is NotImplemented)
+"""
+    env = {**os.environ, "PATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=60)
+    assert result.stdout.split() == ["True", "True"], result.stderr
+    assert result.stderr.count("no C++ compiler found") == 1
