@@ -46,14 +46,17 @@ def cross_entropy(
     hidden: Float[Tensor, "*b D"],
     weight: Float[Tensor, "vocab D"],
     targets: Int[Tensor, "*b"],
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> tuple[Float[Tensor, ""], int]:
     """Sum of the token losses in nats (float32; float64 for float64 `hidden`) and the number of tokens in it.
 
     `targets` equal to -100 count neither in the loss nor in the number, and their rows of `hidden` may hold
-    anything. At most `chunk` x vocab logits exist at a time. The gradient of `weight` comes back in the dtype
-    of `weight`. ValueError for a target that is no row of `weight`.
+    anything. At most `chunk` x vocab logits exist at a time (None: as many tokens as suit the vocabulary and the
+    device). The gradient of `weight` comes back in the dtype of `weight`. ValueError for a target that is no
+    row of `weight`.
     """
+    if chunk is None:
+        chunk = _default_chunk(len(weight), hidden.device)
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1 token")
     flat = targets.flatten()
@@ -89,18 +92,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype = _softmax_dtype(hidden.dtype)
         matrix = weight.to(hidden.dtype)
+        # Two buffers serve all chunks: fresh memory for every chunk costs more than the softmax itself.
+        logits = hidden.new_empty(min(chunk, len(rows)), len(weight))
+        work = logits if dtype == hidden.dtype else torch.empty_like(logits, dtype=dtype)
         loss = torch.zeros((), dtype=dtype, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if grad and ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if grad and ctx.needs_input_grad[1] else None
-        for some, wanted in zip(rows.split(chunk), targets.split(chunk), strict=True):
-            states = hidden[some]
-            losses, probabilities = _softmax_(states @ matrix.T, wanted[:, None], dtype)
+        for some, wanted in zip(rows.split(chunk), targets[:, None].split(chunk), strict=True):
+            states, n = hidden[some], len(some)
+            torch.mm(states, matrix.T, out=logits[:n])
+            losses = _softmax_(work[:n].copy_(logits[:n]) if work is not logits else work[:n], wanted)
             loss += losses.sum()
             if d_hidden is None and d_weight is None:
                 continue
-            d_logits = probabilities.scatter_add_(1, wanted[:, None], -torch.ones_like(losses)).to(
-                hidden.dtype
-            )
+            d_logits = logits[:n].copy_(work[:n].scatter_add_(1, wanted, -torch.ones_like(losses)))
             if d_hidden is not None:
                 d_hidden[some] = d_logits @ matrix
             if d_weight is not None:
@@ -116,18 +121,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None, None, None)
 
 
-def _softmax_(logits: Tensor, wanted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Losses (n, 1) and probabilities (n, vocab), the latter in the memory of the logits where the dtype
-    allows."""
-    shifted = logits.to(dtype)
-    shifted -= shifted.amax(1, keepdim=True)
-    hit = shifted.gather(1, wanted)
-    total = shifted.exp_().sum(1, keepdim=True)
-    return total.log() - hit, shifted.div_(total)
+def _softmax_(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Turn logits (n, vocab) into probabilities in place; returns the losses (n, 1) of the wanted entries (n,
+    1)."""
+    logits -= logits.amax(1, keepdim=True)
+    hit = logits.gather(1, wanted)
+    total = logits.exp_().sum(1, keepdim=True)
+    logits /= total
+    return total.log() - hit
 
 
 def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _default_chunk(vocab: int, device: torch.device) -> int:
+    """Tokens for about 4 M logits on a CPU, whose caches they should not leave by far, and 128 M elsewhere."""
+    return min(max((2**22 if device.type == "cpu" else 2**27) // vocab, 128), 4096)
 
 
 def _check_targets(wanted: Tensor, vocab: int) -> None:

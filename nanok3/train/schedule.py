@@ -1,7 +1,7 @@
 """The learning rate of a step: a short linear warmup, then a cosine down to a floor.
 
-    warmup    lr = peak (step + 1) / w                            over the first w = 1 % of the steps (at least 1)
-    cosine    lr = peak (f + (1 - f) (1 + cos(pi t)) / 2)         t from 0 (end of warmup) to 1 (last step)
+    warmup    lr = peak (step + 1) / w                        over the first w = 1 % of the steps (at least 1)
+    cosine    lr = peak (f + (1 - f) (1 + cos(pi t)) / 2)     t from 0 (end of warmup) to 1 (last step)
 
 Report 3: warmup over 1 % of the steps, and cosine beat warmup-stable-decay when each had its own search at
 the same minimum learning rate. The report gives neither the peak nor the floor: f = 0.1 is ours.
