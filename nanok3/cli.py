@@ -1,0 +1,78 @@
+"""`nanok3 COMMAND`: each command is one file in stages/, a dataclass of arguments and a `main`.
+
+Only the command that runs is imported, so that `--help` answers at once. A user's mistake is a ValueError with the
+field and the value; it is printed without a traceback and ends with status 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import NamedTuple
+
+import nanok3
+
+
+class Command(NamedTuple):
+    """Stage module, its dataclass of arguments, and one line of help."""
+
+    module: str
+    arguments: str
+    help: str
+
+
+COMMANDS = {
+    "demo": Command("demo", "DemoArgs", "real text, tokenizer, training, evaluation, report, chat: the whole road"),
+    "data": Command("data", "DataArgs", "fetch, clean, split and tokenize text"),
+    "tokenizer": Command("tokenizer", "TokenizerArgs", "train a tokenizer, or show how one cuts a text"),
+    "pretrain": Command("pretrain", "PretrainArgs", "train a K3 on prepared data"),
+    "eval": Command("eval", "EvalArgs", "bits per byte beside zlib and xz, and a recall probe"),
+    "generate": Command("generate", "GenerateArgs", "continue one prompt or a file of them"),
+    "chat": Command("chat", "ChatArgs", "talk to a model in the terminal"),
+    "inspect": Command("inspect", "InspectArgs", "what a config is made of: layers, parameters, bytes, FLOPs"),
+    "plan": Command("plan", "PlanArgs", "what training or serving a config needs, and what would fit"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; the exit status is 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"nanok3 {nanok3.__version__}")
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"nanok3: unknown command {argv[0]!r}\n\n{_overview()}", file=sys.stderr)
+        return 2
+    command = COMMANDS[argv[0]]
+    stage = importlib.import_module(f"nanok3.stages.{command.module}")
+    try:
+        import tyro
+
+        parse = getattr(stage, "parse", None)  # a stage whose defaults come from a file reads its own command line
+        if parse is not None:
+            arguments = parse(argv[1:])
+        else:
+            arguments = tyro.cli(getattr(stage, command.arguments), args=argv[1:], prog=f"nanok3 {argv[0]}")
+        stage.main(arguments)
+    except ValueError as error:
+        print(f"nanok3 {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `nanok3 ... | head` closed the pipe
+        sys.stderr.close()
+        return 0
+    return 0
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: nanok3 COMMAND [--help]", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
