@@ -32,6 +32,7 @@ import tiktoken
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
+from nanok3.data.clean import without_lone_surrogates
 from nanok3.data.files import write_file
 
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
@@ -96,11 +97,6 @@ def _cut(text: str) -> Iterator[str]:
         yield piece[start:]
 
 
-def _without_lone_surrogates(text: str) -> str:
-    """Text that UTF-8 can hold: surrogate pairs joined, lone surrogates become U+FFFD, as in tiktoken."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Token bytes -> rank. Raises ValueError unless the ranks are 0..n-1 and every single byte is a token."""
     ranks: dict[bytes, int] = {}
@@ -159,7 +155,7 @@ class Tokenizer:
         path = Path(folder)
         path = path / MODEL_FILE if path.is_dir() else path
         if not path.is_file():
-            raise ValueError(f"tokenizer: no file {path}; expected {MODEL_FILE} or a folder that holds it")
+            raise ValueError(f"tokenizer: no {path}; expected {MODEL_FILE} or its folder (nanok3 tokenizer makes one)")
         ranks = _read_ranks(path)
         return cls(ranks, _read_names(path.parent / CONFIG_FILE, len(ranks)))
 
@@ -257,7 +253,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
         initial_alphabet=sorted(alphabet),
     )
-    parts = (part for text in texts for part in _cut(_without_lone_surrogates(text)))
+    parts = (part for text in texts for part in _cut(without_lone_surrogates(text)))
     model.train_from_iterator(iter(lambda: list(islice(parts, 1000)), []), trainer)
     ranks = {bytes(alphabet[c] for c in token): rank for token, rank in model.get_vocab().items()}
     if len(ranks) < vocab_size - RESERVED:

@@ -1,0 +1,169 @@
+"""Endless batches from a weighted mixture, at a position that can be saved and restored to the token.
+
+The rows of a run form one sequence, a pure function of seed, data, weights and row length. Row k comes from the
+source that is furthest behind its share:
+
+    source(k) = argmax over s of   weight_s * (k + 1) - rows taken from s before k
+
+and inside a source from its own stream: an epoch is a permutation of the documents, drawn from (seed, source,
+epoch); consecutive documents of it, about two million tokens, are packed into rows together, and these rows are
+shuffled, drawn from (seed, source, epoch, group). Workers share the sequence: a step of w ranks takes the next
+w * batch_size rows, and rank r those whose place in the step is r modulo w. So the position is the same on every
+rank, and a run saved by 8 workers goes on with 3.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nanok3.data.packing import Batch, Piece, collate, pack
+from nanok3.data.prepared import TokenSource
+
+_GROUP_TOKENS = 1 << 21
+
+
+class _Stream:
+    """The rows of one source, epoch after epoch. Its position is three numbers: epoch, group, row."""
+
+    def __init__(self, source: TokenSource, seed: int, seq_len: int) -> None:
+        self.source, self.seq_len = source, seq_len
+        self.key = [seed, zlib.crc32(source.name.encode())]
+        self.move_to(0, 0, 0)
+
+    def move_to(self, epoch: int, group: int, row: int) -> None:
+        self.epoch, self.group, self.row = epoch, group, row
+        self._shuffle_documents()
+        self._pack_group()
+
+    def _shuffle_documents(self) -> None:
+        """The order of this epoch and where its groups begin."""
+        self.order = np.random.default_rng([*self.key, self.epoch]).permutation(len(self.source))
+        before = np.cumsum(self.source.lengths[self.order]) - self.source.lengths[self.order]
+        self.starts = [*np.unique(before // _GROUP_TOKENS, return_index=True)[1].tolist(), len(self.order)]
+
+    def _pack_group(self) -> None:
+        members = self.order[self.starts[self.group] : self.starts[self.group + 1]]
+        rows = pack(zip(members.tolist(), self.source.lengths[members].tolist(), strict=True), self.seq_len)
+        order = np.random.default_rng([*self.key, self.epoch, self.group]).permutation(len(rows))
+        self.rows = [rows[number] for number in order]
+
+    def peek(self) -> list[Piece]:
+        """The pieces of the next row."""
+        while self.row == len(self.rows):
+            self.row, self.group = 0, self.group + 1
+            if self.group + 1 == len(self.starts):
+                self.epoch, self.group = self.epoch + 1, 0
+                self._shuffle_documents()
+            self._pack_group()
+        return self.rows[self.row]
+
+    def next(self) -> list[Piece]:
+        pieces = self.peek()
+        self.row += 1
+        return pieces
+
+    def position(self) -> dict[str, int]:
+        """The next row's first token: epoch, group and row in the shuffled order; shard, document, offset on disk."""
+        piece = self.peek()[0]
+        shard, document = self.source.locate(piece.document)
+        return {
+            "epoch": self.epoch,
+            "group": self.group,
+            "row": self.row,
+            "shard": shard,
+            "document": document,
+            "offset": piece.start,
+        }
+
+
+class MixtureLoader:
+    """Iterates over `Batch`es for ever. `weights` are the sources' shares of the rows and need not sum to one;
+    `batch_size` is per rank. Raises ValueError for a source without anything to predict."""
+
+    def __init__(
+        self,
+        sources: Sequence[TokenSource],
+        weights: Sequence[float],
+        batch_size: int,
+        seq_len: int,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        _check(sources, weights, batch_size, seq_len, rank, world)
+        self.batch_size, self.seq_len, self.seed, self.rank, self.world = batch_size, seq_len, seed, rank, world
+        self.weights = [weight / sum(weights) for weight in weights]
+        self.streams = [_Stream(source, seed, seq_len) for source in sources]
+        self.taken = [0] * len(sources)
+
+    def __iter__(self) -> MixtureLoader:
+        return self
+
+    def _choose(self) -> int:
+        """The source of the next row."""
+        rows = sum(self.taken) + 1
+        behind = [weight * rows - taken for weight, taken in zip(self.weights, self.taken, strict=True)]
+        return behind.index(max(behind))
+
+    def __next__(self) -> Batch:
+        mine = []
+        for number in range(self.batch_size * self.world):
+            chosen = self._choose()
+            pieces = self.streams[chosen].next()
+            self.taken[chosen] += 1
+            if number % self.world == self.rank:
+                mine.append((self.streams[chosen].source, pieces))
+        return collate(mine, self.seq_len)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same where a position is restored."""
+        return {
+            "seed": self.seed,
+            "seq_len": self.seq_len,
+            "weights": self.weights,
+            "data": {stream.source.name: stream.source.digest for stream in self.streams},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch, the same on every rank: numbers and strings only."""
+        positions = {stream.source.name: stream.position() for stream in self.streams}
+        taken = {stream.source.name: taken for stream, taken in zip(self.streams, self.taken, strict=True)}
+        return {"identity": self._identity(), "rows": sum(self.taken), "taken": taken, "positions": positions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position; batch size, rank and number of workers may differ. Raises ValueError if seed, row
+        length, weights or data do, or if the shuffled order is not the one of the saved run (another numpy)."""
+        for name, ours in self._identity().items():
+            if state["identity"][name] != ours:
+                raise ValueError(f"data position: {name} was {state['identity'][name]}, is {ours}; cannot go on there")
+        for index, stream in enumerate(self.streams):
+            saved = state["positions"][stream.source.name]
+            stream.move_to(saved["epoch"], saved["group"], saved["row"])
+            if stream.position() != saved:
+                raise ValueError(
+                    f"data position: {stream.source.name} was saved at {saved}, but the order here gives "
+                    f"{stream.position()} (numpy {np.__version__} shuffles differently)"
+                )
+            self.taken[index] = state["taken"][stream.source.name]
+
+
+def _check(
+    sources: Sequence[TokenSource], weights: Sequence[float], batch_size: int, seq_len: int, rank: int, world: int
+) -> None:
+    """Refuse what cannot give batches."""
+    if not sources or len(sources) != len(weights):
+        raise ValueError(f"weights: {len(weights)} for {len(sources)} sources; expected one for each of at least one")
+    for source, weight in zip(sources, weights, strict=True):
+        if weight <= 0:
+            raise ValueError(f"weights: {weight} for source {source.name}; expected a positive number")
+        if not (source.lengths > 1).any():
+            raise ValueError(f"source {source.name}: no {source.split} document with anything to predict")
+    for name, value in {"batch_size": batch_size, "seq_len": seq_len}.items():
+        if value < 1:
+            raise ValueError(f"{name}: {value}; expected at least 1")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank: {rank}; expected 0 to world - 1 = {world - 1}")

@@ -1,0 +1,241 @@
+"""The prepared form of a mixture: token shards that are written once and memory-mapped ever after.
+
+    manifest.json                        counts and hashes of what follows; written last
+    tokenizer/                           the tokenizer that made the ids
+    train/SOURCE-00000.bin, .npy         ids, uint16 or uint32; where each document begins, and the end
+    validation/SOURCE-00000.bin, .npy
+    validation/SOURCE.txt                the validation documents as text, end to end, for other compressors
+
+A document is its ids and `[EOS]` (ours). The weights of the mixture are kept in the manifest and applied by the
+loader; preparing does not sample. Each source is read a second time here (`plan` was the first), so memory holds
+one batch and one shard, never a corpus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanok3.data.corpus import Document, Report, log_skipped
+from nanok3.data.files import replacing, write_file
+from nanok3.data.plan import Plan, Source, kept_documents, plan
+from nanok3.data.tokenizer import Tokenizer
+
+SPLITS = ("train", "validation")
+MANIFEST = "manifest.json"
+FORMAT = 1
+_SHARD_TOKENS = 1 << 24
+_BATCH_CHARS = 4 << 20
+
+
+class _SplitWriter:
+    """Writes one split of one source: ids into shards, and counts."""
+
+    def __init__(self, folder: Path, source: str, split: str, dtype: np.dtype[Any]) -> None:
+        self.folder, self.source, self.split, self.dtype = folder, source, split, dtype
+        self.shards: list[dict[str, Any]] = []
+        self.pending: list[np.ndarray] = []
+        self.documents = self.bytes = self.tokens = self.pending_tokens = 0
+
+    def add(self, ids: list[int], size: int) -> None:
+        self.pending.append(np.array(ids, self.dtype))
+        self.documents += 1
+        self.bytes += size
+        self.tokens += len(ids)
+        self.pending_tokens += len(ids)
+        if self.pending_tokens >= _SHARD_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pending documents as one shard."""
+        if not self.pending:
+            return
+        name = f"{self.split}/{self.source}-{len(self.shards):05d}"
+        content = np.concatenate(self.pending).tobytes()
+        starts = np.cumsum([0, *map(len, self.pending)], dtype=np.int64)
+        write_file(self.folder / f"{name}.bin", content)
+        with replacing(self.folder / f"{name}.npy") as file:
+            np.save(file, starts)
+        self.shards.append(
+            {
+                "name": name,
+                "documents": len(self.pending),
+                "tokens": self.pending_tokens,
+                "sha256": hashlib.sha256(content).hexdigest(),
+            }
+        )
+        self.pending, self.pending_tokens = [], 0
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "tokens": self.tokens,
+            "shards": self.shards,
+        }
+
+
+def _batches(kept: Iterator[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
+    """Lists of a few million characters, to be encoded by several threads at once."""
+    batch: list[tuple[str, Document]] = []
+    size = 0
+    for pair in kept:
+        batch.append(pair)
+        size += len(pair[1].text)
+        if size >= _BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _write_source(plan: Plan, tokenizer: Tokenizer, folder: Path, seed: int) -> dict[str, Any]:
+    """Encode and write one source; returns its part of the manifest."""
+    name = plan.source.name
+    writers = {split: _SplitWriter(folder, name, split, token_dtype(tokenizer.vocab_size)) for split in SPLITS}
+    with replacing(folder / "validation" / f"{name}.txt") as raw:
+        for batch in _batches(kept_documents(plan, seed)):
+            encoded = tokenizer.encode_batch(document.text for _, document in batch)
+            for (split, document), ids in zip(batch, encoded, strict=True):
+                content = document.text.encode()
+                writers[split].add([*ids, tokenizer.eos_id], len(content))
+                if split == "validation":
+                    raw.write(content)
+    for writer in writers.values():
+        writer.flush()
+    return {
+        "weight": plan.source.weight,
+        "duplicates": plan.duplicates,
+        "skipped": plan.skipped,
+        "left_out": plan.left_out,
+        **{split: writer.summary() for split, writer in writers.items()},
+    }
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest of uint16 and uint32 that holds every id, little-endian."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def prepare(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    out: str | os.PathLike[str],
+    validation: float = 0.05,
+    seed: int = 0,
+    cache: Path | None = None,
+    report: Report = log_skipped,
+    progress: Callable[[str], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Write the folder described above and return its manifest. An interrupted run leaves a folder without a
+    manifest, which the loader refuses; the next run writes it anew. Arguments as for `plan`."""
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    progress("reading " + ", ".join(source.name for source in sources))
+    plans = plan(sources, validation, seed, cache, report)
+    written = {}
+    for each in plans:
+        progress(f"encoding {each.source.name}")
+        written[each.source.name] = _write_source(each, tokenizer, folder, seed)
+    tokenizer.save(folder / "tokenizer")
+    manifest = {
+        "format": FORMAT,
+        "tokenizer": tokenizer.fingerprint(),
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "pad_id": tokenizer.pad_id,
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "seed": seed,
+        "validation": validation,
+        "sources": written,
+    }
+    write_file(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+    return manifest
+
+
+class TokenSource:
+    """The documents of one source and split, as ids. Shards are mapped when first touched."""
+
+    def __init__(self, folder: Path, name: str, split: str, manifest: dict[str, Any]) -> None:
+        shards = manifest["sources"][name][split]["shards"]
+        self.name, self.split, self.pad_id = name, split, int(manifest["pad_id"])
+        self.bytes = int(manifest["sources"][name][split]["bytes"])
+        self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+        self._paths = [folder / f"{shard['name']}.bin" for shard in shards]
+        for path, shard in zip(self._paths, shards, strict=True):
+            _check_size(path, shard["tokens"] * self._dtype.itemsize)
+        self._starts = [np.load(path.with_suffix(".npy")) for path in self._paths]
+        self._first = np.cumsum([0, *(len(starts) - 1 for starts in self._starts)])
+        self._maps: dict[int, np.ndarray] = {}
+        self.lengths = np.concatenate([np.diff(starts) for starts in self._starts] or [np.zeros(0, np.int64)])
+        """Tokens of every document, `[EOS]` counted."""
+        hashes = [shard["sha256"] for shard in shards]
+        self.digest = hashlib.sha256(repr([manifest["tokenizer"], name, split, hashes]).encode()).hexdigest()
+        """Stands for all ids of the source."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def locate(self, document: int) -> tuple[int, int]:
+        """Shard of a document and its number inside that shard."""
+        shard = int(np.searchsorted(self._first, document, side="right")) - 1
+        return shard, document - int(self._first[shard])
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Ids `start` to `stop` of a document, (n,) in the shard's dtype, without a copy."""
+        shard, local = self.locate(document)
+        if shard not in self._maps:
+            self._maps[shard] = np.memmap(self._paths[shard], self._dtype, "r")
+        begin, end = self._starts[shard][local : local + 2]
+        return self._maps[shard][begin:end][start:stop]
+
+
+def _check_size(path: Path, size: int) -> None:
+    found = path.stat().st_size if path.exists() else None
+    if found != size:
+        raise ValueError(f"{path}: {'missing' if found is None else f'{found} bytes'}; the manifest says {size}")
+
+
+class Prepared:
+    """A prepared folder, opened for reading. Raises ValueError if it is incomplete or of another format."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        path = self.folder / MANIFEST
+        if not path.is_file():
+            raise ValueError(f"{path}: missing; the folder was not prepared, or not to the end (nanok3 data)")
+        self.manifest = json.loads(path.read_text("utf-8"))
+        if self.manifest["format"] != FORMAT:
+            raise ValueError(f"{path}: format {self.manifest['format']}; this version reads {FORMAT}")
+
+    def sources(self, split: str = "train") -> list[TokenSource]:
+        """The sources that have documents in `split`."""
+        names = [name for name, entry in self.manifest["sources"].items() if entry[split]["documents"]]
+        return [TokenSource(self.folder, name, split, self.manifest) for name in names]
+
+    def weights(self, split: str = "train") -> list[float]:
+        """Their weights, in the same order."""
+        entries = self.manifest["sources"].values()
+        return [float(entry["weight"]) for entry in entries if entry[split]["documents"]]
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the ids."""
+        return Tokenizer.load(self.folder / "tokenizer")
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """ValueError unless `tokenizer` is the one that made the ids."""
+        if tokenizer.fingerprint() != self.manifest["tokenizer"]:
+            raise ValueError(
+                f"{self.folder}: prepared with another tokenizer (vocab_size {self.manifest['vocab_size']}, "
+                f"given {tokenizer.vocab_size}); prepare the data again"
+            )
+
+    def validation_text(self, name: str) -> bytes:
+        """The validation documents of one source, end to end; as many bytes as its `TokenSource.bytes`."""
+        return (self.folder / "validation" / f"{name}.txt").read_bytes()

@@ -1,0 +1,105 @@
+"""`nanok3 data`: fetch the corpora, split, deduplicate and encode them into a folder that training reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass
+class DataArgs:
+    """Prepare training data: built-in corpora, or your own .txt, .md, .py, .jsonl and .parquet files."""
+
+    out: Path = Path("runs/data")
+    """Folder to write."""
+    tokenizer: Path = Path("runs/tokenizer")
+    """Folder of the tokenizer (`nanok3 tokenizer` makes one)."""
+    profile: Literal["tiny", "full"] = "tiny"
+    """The built-in mixture that is taken if no sources are given."""
+    sources: tuple[str, ...] = ()
+    """Sources instead of a profile: prose, chat, code, math, math-full, or a file or folder; each may carry a
+    weight, its share of the training tokens, as in `prose:3 notes/:1`."""
+    validation: float = 0.05
+    """Share of the documents, chosen by hash, that is kept for validation."""
+    seed: int = 0
+    """Salt of the hashes that choose."""
+    cache: Path | None = None
+    """Folder for downloaded packages; by default nanok3/data in the user's cache folder."""
+
+
+class Reports:
+    """Prints what is skipped, the first few times for each source file, and counts it."""
+
+    def __init__(self, console: Any) -> None:
+        self.console, self.count = console, 0
+
+    def __call__(self, skipped: Any) -> None:
+        self.count += 1
+        if self.count <= 20:
+            self.console.print(f"skipped {skipped.name}: {skipped.reason}", style="yellow", markup=False)
+
+
+def table(manifest: dict[str, Any]) -> Table:
+    """One line a source, and all of them: what a person checks before training."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(box=box.SIMPLE_HEAD, padding=0)  # ten columns in 80 characters
+    shown.add_column("source")
+    counts = ("train\ndocs", "valid.\ndocs", "bytes", "tokens", "bytes/\ntoken")
+    for column in ("share", *counts, "dupli-\ncates", "left\nout", "skip-\nped"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    weights = sum(entry["weight"] for entry in manifest["sources"].values())
+    total: Counter[str] = Counter()
+    for name, entry in manifest["sources"].items():
+        line = _counts(entry)
+        total.update(line)
+        shown.add_row(name, f"{entry['weight'] / weights:.0%}", *_cells(line))
+    shown.add_section()
+    shown.add_row("all", "100%", *_cells(total))
+    return shown
+
+
+def _counts(entry: dict[str, Any]) -> dict[str, int]:
+    train, validation = entry["train"], entry["validation"]
+    return {
+        "train": train["documents"],
+        "validation": validation["documents"],
+        "bytes": train["bytes"] + validation["bytes"],
+        "tokens": train["tokens"] + validation["tokens"],
+        "duplicates": entry["duplicates"],
+        "left_out": entry["left_out"],
+        "skipped": entry["skipped"],
+    }
+
+
+def _cells(line: dict[str, int]) -> list[str]:
+    cells = {name: f"{value:,}" for name, value in line.items()}
+    ratio = f"{line['bytes'] / max(line['tokens'], 1):.2f}"
+    front, back = ("train", "validation", "bytes", "tokens"), ("duplicates", "left_out", "skipped")
+    return [*(cells[name] for name in front), ratio, *(cells[name] for name in back)]
+
+
+def main(args: DataArgs) -> None:
+    """Run the command. Raises ValueError for wrong arguments or unreadable input."""
+    import time
+
+    from rich.console import Console
+
+    from nanok3.data.plan import mixture
+    from nanok3.data.prepared import prepare
+    from nanok3.data.tokenizer import Tokenizer
+
+    console, start = Console(), time.perf_counter()
+    sources = mixture(args.profile, args.sources)
+    tokenizer = Tokenizer.load(args.tokenizer)
+    reports = Reports(console)
+    with console.status("preparing") as status:
+        manifest = prepare(sources, tokenizer, args.out, args.validation, args.seed, args.cache, reports, status.update)
+    console.print(table(manifest))
+    console.print(f"{args.out} is ready after {time.perf_counter() - start:.1f} s", markup=False)
