@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -141,7 +142,7 @@ class K3Config:
     def __post_init__(self) -> None:
         for name in ("kda_layers", "full_attn_layers", "merge_kernel_size"):
             value = getattr(self, name)
-            if value is not None:
+            if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
         _validate(self)
 
@@ -220,6 +221,10 @@ class K3Config:
         """The release: 93 layers, 7168 wide, 896 experts, 2.78 T parameters."""
         return replace(_from_document(_release()), **changes)
 
+    def with_vocabulary(self, vocab_size: int) -> K3Config:
+        """This config for a tokenizer of `vocab_size` ids, the last 256 of them reserved in the official order."""
+        return replace(self, vocab_size=vocab_size, **_special_ids(vocab_size))
+
     # ------------------------------------------------------------------ files
 
     @classmethod
@@ -245,7 +250,9 @@ class K3Config:
         """The official nested document: the source with every field that differs from it written in."""
         document = copy.deepcopy(self.source) or _template(self.model_type)
         if self.has_vision:
-            document.setdefault("vision_config", {})
+            document["vision_config"] = document.get("vision_config") or {}
+        elif "vt_hidden_size" in (document.get("vision_config") or {}):
+            del document["vision_config"]  # read from a model with eyes, which this one has no longer
         for name, key in _KEYS.items():
             if key.path[0] == "vision_config" and not self.has_vision:
                 continue
@@ -373,6 +380,10 @@ def _from_document(document: dict[str, Any]) -> K3Config:
         raise ValueError(f"field 'model_type' is {model_type!r}; allowed: 'kimi_k3' or 'kimi_linear'")
     if model_type == "kimi_k3" and not isinstance(document.get("text_config"), dict):
         raise ValueError("field 'text_config' is missing; a kimi_k3 file nests the language model's fields in it")
+    sections = {"vision_config": document, "quantization_config": _section(document, model_type)}
+    for name, where in sections.items():
+        if where.get(name) is not None and not isinstance(where[name], dict):
+            raise ValueError(f"field {name!r} is {where[name]!r}; it must be an object or null")
     values = {name: _read(document, _where(key, model_type), key.absent) for name, key in _KEYS.items()}
     if document.get("vision_config") is None:
         values.update(dict.fromkeys(_VISION_FIELDS))
@@ -391,18 +402,29 @@ def _replace_file(path: Path, text: str) -> None:
 
 # ---------------------------------------------------------------------- rules
 
-_POSITIVE = (
+_KINDS = {
+    "int": "a whole number",
+    "float": "a finite number",
+    "bool": "true or false",
+    "str": "a text",
+    "tuple[int, ...]": "a list of whole numbers",
+    "tuple[int, int]": "a list of two whole numbers",
+    "None": "null",
+}
+_AT_LEAST_1 = (
     "vocab_size hidden_size num_hidden_layers intermediate_size kda_num_heads kda_head_dim short_conv_kernel_size "
-    "num_attention_heads num_key_value_heads kv_lora_rank qk_nope_head_dim v_head_dim num_experts "
-    "num_experts_per_token moe_intermediate_size moe_layer_freq max_position_embeddings"
+    "num_attention_heads num_key_value_heads q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim num_experts "
+    "num_experts_per_token moe_intermediate_size routed_expert_hidden_size moe_layer_freq attn_res_block_size "
+    "max_position_embeddings"
+).split() + [name for name in _VISION_FIELDS if name not in ("merge_kernel_size", "projector_ln_eps")]
+_AT_LEAST_0 = (
+    "qk_rope_head_dim num_shared_experts first_k_dense_replace num_nextn_predict_layers initializer_range"
 ).split()
-_OPTIONAL_POSITIVE = ["q_lora_rank", "routed_expert_hidden_size", "attn_res_block_size", *_VISION_FIELDS]
-_NOT_NEGATIVE = [
-    "qk_rope_head_dim",
-    "num_shared_experts",
-    "first_k_dense_replace",
-    "num_nextn_predict_layers",
-]
+_ABOVE_0 = (
+    "rms_norm_eps qk_norm_eps vision_norm_eps projector_ln_eps activation_situ_beta activation_situ_linear_beta "
+    "routed_scaling_factor"
+).split()
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def _validate(cfg: K3Config) -> None:
@@ -411,30 +433,36 @@ def _validate(cfg: K3Config) -> None:
     def refuse(name: str, rule: str) -> None:
         raise ValueError(f"field {name!r} is {getattr(cfg, name)!r}; {rule}")
 
-    def check_number(name: str, least: int, optional: bool) -> None:
+    for f in fields(cfg):
+        allowed = str(f.type).split(" | ")
+        if f.name != "source" and not any(_is_a(getattr(cfg, f.name), kind) for kind in allowed):
+            refuse(f.name, "it must be " + " or ".join(_KINDS[kind] for kind in allowed))
+    for least, names in ((1, _AT_LEAST_1), (0, _AT_LEAST_0)):
+        for name in names:
+            value = getattr(cfg, name)
+            if value is not None and value < least:
+                refuse(name, f"it must be at least {least}")
+    for name in _ABOVE_0:
         value = getattr(cfg, name)
-        if value is None and optional:
-            return
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if name == "merge_kernel_size":
-            if len(value) != 2 or any(not isinstance(v, int) or v < 1 for v in value):
-                refuse(name, "it must be two whole numbers of at least 1")
-        elif name == "projector_ln_eps":
-            if not value > 0:
-                refuse(name, "it must be above 0")
-        elif not whole or value < least:
-            refuse(name, f"it must be a whole number of at least {least}")
-
-    for name in _POSITIVE:
-        check_number(name, 1, optional=False)
-    for name in _OPTIONAL_POSITIVE:
-        check_number(name, 1, optional=True)
-    for name in _NOT_NEGATIVE:
-        check_number(name, 0, optional=False)
+        if value is not None and not value > 0:
+            refuse(name, "it must be above 0")
     _validate_schedule(cfg, refuse)
     _validate_text(cfg, refuse)
-    if cfg.has_vision:
-        _validate_vision(cfg, refuse)
+    _validate_vision(cfg, refuse)
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    """Whether a value is of an annotated kind; true and false are no numbers, nor are NaN and infinity."""
+    if kind == "None":
+        return value is None
+    if kind in ("bool", "str"):
+        return isinstance(value, bool if kind == "bool" else str)
+    if kind.startswith("tuple"):
+        whole = isinstance(value, tuple) and all(_is_a(v, "int") for v in value)
+        return whole and (kind == "tuple[int, ...]" or len(value) == 2)
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (kind == "float" and isinstance(value, float) and math.isfinite(value))
 
 
 def _validate_schedule(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
@@ -447,7 +475,12 @@ def _validate_schedule(cfg: K3Config, refuse: Callable[[str, str], None]) -> Non
         )
     missing = sorted(every - kda - full)
     if missing:
-        refuse("kda_layers", f"layers {missing} are in neither kda_layers nor full_attn_layers (1-based)")
+        few = str(missing if len(missing) <= 8 else [*missing[:8], ...]).replace("Ellipsis", "...")
+        refuse(
+            "kda_layers",
+            f"of num_hidden_layers = {cfg.num_hidden_layers}, layers {few} (counted from 1) are in neither kda_layers "
+            f"nor full_attn_layers",
+        )
     beyond = sorted(l for l in (kda | full) - every if l < 1)
     if beyond or len(cfg.kda_layers) != len(kda) or len(cfg.full_attn_layers) != len(full):
         refuse("full_attn_layers", "with kda_layers it must list each layer once, counted from 1")
@@ -463,8 +496,11 @@ def _validate_text(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
         refuse("hidden_act", "allowed: 'situ' or 'silu'")
     if cfg.moe_router_activation_func != "sigmoid":
         refuse("moe_router_activation_func", "allowed: 'sigmoid'")
-    if (cfg.num_expert_group, cfg.topk_group) != (1, 1):
-        refuse("num_expert_group", "only 1 is supported (the release routes without groups)")
+    for name in ("num_expert_group", "topk_group"):
+        if getattr(cfg, name) != 1:
+            refuse(name, "only 1 is supported (the release routes without groups)")
+    if cfg.tie_word_embeddings:
+        refuse("tie_word_embeddings", "only false is supported: the head has a table of its own")
     if not cfg.mla_use_nope:
         refuse("mla_use_nope", "only true is supported: no position is encoded in these attention layers")
     if cfg.gate_lower_bound is not None and not -5.0 <= cfg.gate_lower_bound < 0:
@@ -476,12 +512,10 @@ def _validate_text(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
         refuse("attn_res_block_size", "kimi_k3 needs a block size of at least 1")
     if cfg.attn_res_full and cfg.attn_res_block_size is None:
         refuse("attn_res_full", "it needs attention residuals: attn_res_block_size is null")
-    if not cfg.rms_norm_eps > 0 or not cfg.qk_norm_eps > 0:
-        refuse("rms_norm_eps" if not cfg.rms_norm_eps > 0 else "qk_norm_eps", "it must be above 0")
-    for name in ("activation_situ_beta", "activation_situ_linear_beta"):
-        value = getattr(cfg, name)
-        if value is not None and not value > 0:
-            refuse(name, "it must be above 0 or null")
+    if cfg.model_type not in ("kimi_k3", "kimi_linear"):
+        refuse("model_type", "allowed: 'kimi_k3' or 'kimi_linear'")
+    if cfg.dtype not in _DTYPES:
+        refuse("dtype", f"allowed: {', '.join(_DTYPES)}")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id"):
         value = getattr(cfg, name)
         if value is not None and not 0 <= value < cfg.vocab_size:
@@ -500,10 +534,17 @@ def _validate_text(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
 
 
 def _validate_vision(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
+    if not cfg.has_vision:
+        for name in _VISION_FIELDS:
+            if getattr(cfg, name) is not None:
+                refuse(name, "vt_hidden_size is null, and a model without a vision tower has no such field")
+        return
     for name in _VISION_FIELDS:
         if getattr(cfg, name) is None:
-            refuse(name, "a model with a vision tower needs it")
-    assert cfg.qkv_hidden_size and cfg.vt_num_attention_heads
+            refuse(name, f"a model with a vision tower (vt_hidden_size = {cfg.vt_hidden_size}) needs it")
+    assert cfg.qkv_hidden_size and cfg.vt_num_attention_heads and cfg.merge_kernel_size
+    if min(cfg.merge_kernel_size) < 1:
+        refuse("merge_kernel_size", "both numbers must be at least 1")
     if cfg.qkv_hidden_size % cfg.vt_num_attention_heads:
         refuse("qkv_hidden_size", f"it must divide by vt_num_attention_heads = {cfg.vt_num_attention_heads}")
     if (cfg.qkv_hidden_size // cfg.vt_num_attention_heads) % 4:
@@ -562,13 +603,21 @@ def _family(
         num_shared_experts=2,
         moe_intermediate_size=_round(width * 3072 / 7168, 32),
         routed_expert_hidden_size=_round(width / 2, 32),
-        bos_token_id=vocab - 256,
-        eos_token_id=vocab - 254,
-        pad_token_id=vocab - 1,
-        media_placeholder_token_id=vocab - 235,
+        **_special_ids(vocab),
         **_schedule(depth),
     )
     return replace(cfg, **changes)
+
+
+def _special_ids(vocab: int) -> dict[str, Any]:
+    """The official offsets into the 256 reserved ids that end the vocabulary."""
+    first = vocab - 256
+    return {
+        "bos_token_id": first,
+        "eos_token_id": first + 2,
+        "pad_token_id": first + 255,
+        "media_placeholder_token_id": first + 21,
+    }
 
 
 def _round(value: float, multiple: int) -> int:
