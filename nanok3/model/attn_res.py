@@ -27,7 +27,7 @@ from nanok3.model.basics import at_least_float32
 
 def mix_reference(
     sources: Sequence[Float[Tensor, "B T D"]],
-    norm: Float[Tensor, D],
+    norm: Float[Tensor, " D"],
     query: Float[Tensor, "1 D"],
     eps: float,
 ) -> Float[Tensor, "B T D"]:
@@ -41,7 +41,7 @@ def mix_reference(
 
 def depth_weights(
     sources: Sequence[Float[Tensor, "B T D"]],
-    norm: Float[Tensor, D],
+    norm: Float[Tensor, " D"],
     query: Float[Tensor, "1 D"],
     eps: float,
 ) -> Float[Tensor, "S B T"]:
@@ -92,7 +92,7 @@ class _Mix(torch.autograd.Function):
 
 def mix(
     sources: Sequence[Float[Tensor, "B T D"]],
-    norm: Float[Tensor, D],
+    norm: Float[Tensor, " D"],
     query: Float[Tensor, "1 D"],
     eps: float,
 ) -> Float[Tensor, "B T D"]:

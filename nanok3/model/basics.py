@@ -52,7 +52,7 @@ def rms_normalize(x: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... d
     return F.rms_norm(at_least_float32(x), (x.shape[-1],), eps=eps)
 
 
-def check_cu_seqlens(cu_seqlens: Int[Tensor, n], batch: int, tokens: int) -> list[int]:
+def check_cu_seqlens(cu_seqlens: Int[Tensor, " n"], batch: int, tokens: int) -> list[int]:
     """The document boundaries of a packed row as a list; ValueError unless they cover it from 0 to its end."""
     bounds = [int(b) for b in cu_seqlens.tolist()]
     if batch != 1:
@@ -66,7 +66,7 @@ def _shortened(bounds: list[int]) -> str:
     return str(bounds if len(bounds) <= 8 else [*bounds[:4], "...", *bounds[-3:]]).replace("'", "")
 
 
-def position_in_document(cu_seqlens: Int[Tensor, n], tokens: int) -> Int[Tensor, t]:
+def position_in_document(cu_seqlens: Int[Tensor, " n"], tokens: int) -> Int[Tensor, " t"]:
     """For each token of a packed row, how many tokens of its own document stand before it."""
     starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
     return torch.arange(tokens, device=cu_seqlens.device) - starts

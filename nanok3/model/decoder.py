@@ -132,7 +132,7 @@ class Backbone(nn.Module):
     def forward(
         self,
         embedded: Float[Tensor, "B T D"],
-        cu_seqlens: Int[Tensor, n1] | None = None,
+        cu_seqlens: Int[Tensor, " n1"] | None = None,
         state: ModelState | None = None,
         hidden: Hidden | None = None,
     ) -> Float[Tensor, "B T D"]:
@@ -193,7 +193,7 @@ class K3(nn.Module):
         input_ids: Int[Tensor, "B T"],
         pixel_values: Float[Tensor, "N 3 P P"] | None = None,
         grid_thw: Int[Tensor, "items 3"] | None = None,
-        cu_seqlens: Int[Tensor, n1] | None = None,
+        cu_seqlens: Int[Tensor, " n1"] | None = None,
         state: ModelState | None = None,
         return_hidden: bool = False,
     ) -> Output:
@@ -210,7 +210,7 @@ class K3(nn.Module):
         input_ids: Int[Tensor, "B T"],
         pixel_values: Float[Tensor, "N 3 P P"] | None = None,
         grid_thw: Int[Tensor, "items 3"] | None = None,
-        cu_seqlens: Int[Tensor, n1] | None = None,
+        cu_seqlens: Int[Tensor, " n1"] | None = None,
         state: ModelState | None = None,
     ) -> Float[Tensor, "B T D"]:
         """The final normed hidden, before the head: what a loss in chunks, or a draft, reads."""

@@ -59,7 +59,7 @@ def kda_reference(
     beta: Float[Tensor, "B T HV"],
     initial_state: Float[Tensor, "n HV K V"] | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, n1] | None = None,
+    cu_seqlens: Int[Tensor, " n1"] | None = None,
     scale: float | None = None,
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "n HV K V"] | None]:
     """Token by token, in at least float32; autograd supplies the gradients."""
@@ -104,9 +104,9 @@ class _ChunkPlan:
 
     tokens: Int[Tensor, "M C"]  # position of each slot in the flattened row; 0 where the slot is padding
     padding: Tensor | None  # (M, C) bool, or None when every slot holds a token
-    slots: Int[Tensor, T]  # position of each token in the flattened chunks
+    slots: Int[Tensor, " T"]  # position of each token in the flattened chunks
     steps: list[tuple[int, int]]  # [first chunk, one past the last chunk) of each step
-    order: Int[Tensor, n]  # sequence at each place of the prefix order
+    order: Int[Tensor, " n"]  # sequence at each place of the prefix order
 
 
 def _plan_chunks(lengths: list[int], device: torch.device) -> _ChunkPlan:
@@ -308,7 +308,7 @@ def kda_chunked(
     beta: Float[Tensor, "B T HV"],
     initial_state: Float[Tensor, "n HV K V"] | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, n1] | None = None,
+    cu_seqlens: Int[Tensor, " n1"] | None = None,
     scale: float | None = None,
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "n HV K V"] | None]:
     """`kda_reference` in chunks of 16 tokens: any device, any dtype, no compiler."""
@@ -338,7 +338,7 @@ def kda(
     beta: Float[Tensor, "B T HV"],
     initial_state: Float[Tensor, "n HV K V"] | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Int[Tensor, n1] | None = None,
+    cu_seqlens: Int[Tensor, " n1"] | None = None,
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "n HV K V"] | None]:
@@ -454,8 +454,8 @@ def l2_normalize(x: Float[Tensor, "... K"]) -> Float[Tensor, "... K"]:
 
 def log_decay(
     z: Float[Tensor, "B T H K"],
-    A_log: Float[Tensor, H],
-    dt_bias: Float[Tensor, HK],
+    A_log: Float[Tensor, " H"],
+    dt_bias: Float[Tensor, " HK"],
     lower_bound: float | None,
 ) -> Float[Tensor, "B T H K"]:
     """The gate g < 0 in at least float32. K3 (eq. 5): g = lower_bound * sigmoid(e^A (z + dt_bias)), A one number a
@@ -493,7 +493,7 @@ class KDA(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        cu_seqlens: Int[Tensor, n1] | None = None,
+        cu_seqlens: Int[Tensor, " n1"] | None = None,
         cache: KDAState | None = None,
     ) -> Float[Tensor, "B T D"]:
         """x: the normed layer input. A cache is advanced by x's tokens."""

@@ -26,7 +26,8 @@ from nanok3.model.situ import GatedMLP, activation
 
 
 class Routing(NamedTuple):
-    """scores: sigmoid scores without bias; chosen: expert ids; weights: their mixture weights (sum = scaling factor)."""
+    """scores: sigmoid scores without bias; chosen: expert ids; weights: their mixture weights, summing to the scaling
+    factor."""
 
     scores: Float[Tensor, "n E"]
     chosen: Int[Tensor, "n N"]
@@ -70,7 +71,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(E, latent, inner))
         self.w3 = nn.Parameter(torch.empty(E, inner, latent))
 
-    def forward(self, z: Float[Tensor, "m L"], counts: Int[Tensor, E]) -> Float[Tensor, "m L"]:
+    def forward(self, z: Float[Tensor, "m L"], counts: Int[Tensor, " E"]) -> Float[Tensor, "m L"]:
         """z: token copies sorted by expert, the first counts[0] for expert 0, and so on."""
         w1, w2, w3 = (w.to(z.dtype) for w in (self.w1, self.w2, self.w3))
         hidden = activation(self.cfg, grouped_linear(z, w1, counts), grouped_linear(z, w3, counts))
@@ -98,7 +99,7 @@ class PackedExperts(nn.Module):
             self.register_buffer(f"{name}_packed", torch.empty(E, rows, columns // 2, dtype=torch.uint8))
             self.register_buffer(f"{name}_scale", torch.empty(E, rows, columns // BLOCK, dtype=torch.uint8))
 
-    def forward(self, z: Float[Tensor, "m L"], counts: Int[Tensor, E]) -> Float[Tensor, "m L"]:
+    def forward(self, z: Float[Tensor, "m L"], counts: Int[Tensor, " E"]) -> Float[Tensor, "m L"]:
         parts, start = [], 0
         for e, count in enumerate(counts.tolist()):
             if count:
@@ -119,7 +120,7 @@ class PackedExperts(nn.Module):
 
 
 def grouped_linear(
-    x: Float[Tensor, "m I"], weight: Float[Tensor, "E O I"], counts: Int[Tensor, E]
+    x: Float[Tensor, "m I"], weight: Float[Tensor, "E O I"], counts: Int[Tensor, " E"]
 ) -> Float[Tensor, "m O"]:
     """Rows of expert e times weight[e]^T; rows are sorted by expert. One grouped product where torch has it (rows of
     a multiple of 16 bytes, not float64), else a loop over the experts that have rows."""

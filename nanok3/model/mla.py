@@ -44,7 +44,7 @@ def causal_attention(
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T H V"],
     scale: float,
-    cu_seqlens: Int[Tensor, n1] | None = None,
+    cu_seqlens: Int[Tensor, " n1"] | None = None,
 ) -> Float[Tensor, "B T H V"]:
     """The same for T = S without a T x T matrix, document by document. The result stays float32: rounding the output
     before the gate has a bias that training picks up (report 2.1)."""
@@ -114,7 +114,7 @@ class GatedMLA(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        cu_seqlens: Int[Tensor, n1] | None = None,
+        cu_seqlens: Int[Tensor, " n1"] | None = None,
         cache: LatentCache | None = None,
     ) -> Float[Tensor, "B T D"]:
         """x: the normed layer input. A cache is advanced by x's tokens, which also read what it held before."""

@@ -38,7 +38,7 @@ def quantize_mxfp4(
 ) -> tuple[UInt8[Tensor, "*b half"], UInt8[Tensor, "*b blocks"]]:
     """The nearest MXFP4 values, ties to the even code. The scale is the smallest power of two with which no value of
     the block is cut off, 2^ceil(log2(max / 6)): K3 did not publish its rule, this one is ours. A block that MXFP4 can
-    hold exactly comes back exactly. ValueError on a width that is not a multiple of 32 or a value that is not finite."""
+    hold exactly comes back exactly. ValueError on a width that is no multiple of 32 or a value that is not finite."""
     if weight.shape[-1] % BLOCK:
         raise ValueError(f"MXFP4 needs an input width that is a multiple of {BLOCK}, got {weight.shape[-1]}")
     if not bool(torch.isfinite(weight).all()):

@@ -20,7 +20,7 @@ def short_conv_reference(
     u: Float[Tensor, "B T C"],
     weight: Float[Tensor, "C 1 W"],
     history: Float[Tensor, "B H C"] | None = None,
-    position: Int[Tensor, T] | None = None,
+    position: Int[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "B T C"]:
     """Token by token, tap by tap. `history`: the W-1 inputs before u; `position`: place in the packed document."""
     taps = weight.shape[-1]
@@ -44,7 +44,7 @@ def short_conv(
     u: Float[Tensor, "B T C"],
     weight: Float[Tensor, "C 1 W"],
     history: Float[Tensor, "B H C"] | None = None,
-    position: Int[Tensor, T] | None = None,
+    position: Int[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "B T C"]:
     """W shifted multiply-adds over the whole row; the result has u's dtype, the sum is taken in at least float32."""
     taps, tokens = weight.shape[-1], u.shape[1]
@@ -72,7 +72,7 @@ class ShortConv(nn.Module):
         self,
         u: Float[Tensor, "B T C"],
         history: Float[Tensor, "B H C"] | None = None,
-        position: Int[Tensor, T] | None = None,
+        position: Int[Tensor, " T"] | None = None,
     ) -> Float[Tensor, "B T C"]:
         return short_conv(u, self.weight, history, position)
 
