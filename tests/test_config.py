@@ -464,9 +464,9 @@ def test_one_dial_keeps_the_proportions(preset, depths):
         assert cfg.num_shared_experts == origin.num_shared_experts and cfg.vocab_size == origin.vocab_size
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 12, 13, 25, 40])
+@pytest.mark.parametrize("depth", [1, 2, 5, 13, 25])
 def test_every_depth_builds_and_survives_a_file(depth, tmp_path, unchecked):
-    for cfg in (K3Config.tiny().at_depth(depth), K3Config.k3().at_depth(depth), K3Config.at_depth(depth)):
+    for cfg in (K3Config.tiny().at_depth(depth), K3Config.k3().at_depth(depth)):
         build(cfg)
         assert read(cfg.to_json(), tmp_path) == cfg
 
@@ -562,11 +562,7 @@ RULES = [
     *((name, 1024, "it must be an id below vocab_size = 1024") for name in ("bos_token_id", "eos_token_id")),
     *((name, -1, "it must be an id below vocab_size") for name in ("pad_token_id", "media_placeholder_token_id")),
     # eyes
-    *(
-        (name, None, "a model with a vision tower (vt_hidden_size = 8) needs it")
-        for name in EYES
-        if name != "vt_hidden_size"
-    ),
+    *((name, None, "a model with a vision tower (vt_hidden_size = 8) needs it") for name in list(EYES)[1:]),
     ("merge_kernel_size", (0, 2), "both numbers must be at least 1"),
     ("qkv_hidden_size", 15, "it must divide by vt_num_attention_heads = 2"),
     ("qkv_hidden_size", 12, "its head width must divide by 4"),
@@ -587,7 +583,7 @@ def test_each_rule_gives_field_value_and_rule(field, value, rule, unchecked):
 
 
 def test_full_attention_residuals_need_attention_residuals(golden):
-    with pytest.raises(ValueError, match="attn_res_full.*attn_res_block_size is null"):
+    with pytest.raises(ValueError, match=r"attn_res_full.*attn_res_block_size is null"):
         replace(golden("d_kimi_linear_6l").config, attn_res_full=True)
 
 
@@ -601,7 +597,7 @@ def test_packed_experts_need_whole_blocks(field):
 
 def test_packed_experts_without_a_latent_need_a_width_of_whole_blocks():
     packed = with_expert_format(K3Config.tiny(), "mxfp4")
-    with pytest.raises(ValueError, match="routed_expert_hidden_size.*multiple of 32"):
+    with pytest.raises(ValueError, match=r"routed_expert_hidden_size.*multiple of 32"):
         replace(packed, routed_expert_hidden_size=None, hidden_size=144)
 
 
@@ -629,7 +625,7 @@ JUNK = st.one_of(
 )
 FIELDS = [f.name for f in fields(K3Config) if f.name != "source"]
 FUZZ = settings(
-    max_examples=200,
+    max_examples=150,
     deadline=None,
     database=None,
     derandomize=True,
