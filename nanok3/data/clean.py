@@ -25,14 +25,15 @@ def without_lone_surrogates(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """`text` with line ends as `\\n`, without a byte-order mark, zero bytes, blanks at line ends and empty lines
-    at either end; a last line end stays. A text of blanks becomes empty."""
+    """`text` with line ends as `\\n`, without byte-order marks, zero bytes, blanks at line ends and empty lines at
+    either end; a last line end stays. A text of blanks becomes empty."""
     if not text.isascii():
-        text = without_lone_surrogates(text).removeprefix("\ufeff")
+        text = without_lone_surrogates(text).replace("\ufeff", "")
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
-    end = "\n" if text.endswith("\n") and not text.isspace() else ""
-    return text.strip("\n") + end
+    if not text.strip():
+        return ""
+    return text.strip("\n") + ("\n" if text.endswith("\n") else "")
 
 
 def scrub(text: str) -> str:

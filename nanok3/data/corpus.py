@@ -17,7 +17,8 @@ What is broken never passes silently:
 | an empty document (nothing but blanks) | reported, skipped | the same |
 
 "Refused" is a `ValueError` with the file's name; a folder is refused when nothing in it can be read. "Reported"
-goes to `report`, by default to the log, once for each file and reason. Names that start with a dot are left alone.
+goes to `report`, by default to the log, once for each file and reason. Of a parquet in a folder, the rows before the
+damage are kept. Names that start with a dot are left alone.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class MixtureLoader:
     def __init__(
         self,
         sources: Sequence[TokenSource],
-        weights: Sequence[float],
+        weights: Sequence[int | float],
         batch_size: int,
         seq_len: int,
         seed: int = 0,
@@ -152,7 +152,7 @@ class MixtureLoader:
 
 
 def _check(
-    sources: Sequence[TokenSource], weights: Sequence[float], batch_size: int, seq_len: int, rank: int, world: int
+    sources: Sequence[TokenSource], weights: Sequence[int | float], batch_size: int, seq_len: int, rank: int, world: int
 ) -> None:
     """Refuse what cannot give batches."""
     if not sources or len(sources) != len(weights):

@@ -51,7 +51,7 @@ PROFILES: dict[str, tuple[Source, ...]] = {
         Source("math-full", 0.07),
     ),
 }
-"""Mixtures: `tiny` for the demo (17 MB, 22 MB to download), `full` for everything built in (38 MB, 102 MB)."""
+"""Mixtures: `tiny` for the demo (18 MB of text, 16 MB to download), `full` for all that is built in (39 MB, 102 MB)."""
 
 
 def parse_source(text: str) -> Source:

@@ -27,6 +27,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import SupportsInt
 
 import tiktoken
 import tokenizers
@@ -192,9 +193,9 @@ class Tokenizer:
         encoded = iter(self._bpe.encode_ordinary_batch(flat, num_threads=threads))
         return [[token for ids in islice(encoded, len(cut)) for token in ids] for cut in parts]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, control tokens their names.
-        Raises ValueError for an id outside the vocabulary."""
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
+        """Text of `ids` (integers, or a row of an array or tensor); bytes that are not UTF-8 become U+FFFD, control
+        tokens their names. Raises ValueError for an id outside the vocabulary."""
         tokens = [self._known(int(token)) for token in ids]
         return self._bpe.decode(tokens)
 

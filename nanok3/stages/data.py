@@ -102,4 +102,4 @@ def main(args: DataArgs) -> None:
     with console.status("preparing") as status:
         manifest = prepare(sources, tokenizer, args.out, args.validation, args.seed, args.cache, reports, status.update)
     console.print(table(manifest))
-    console.print(f"{args.out} is ready after {time.perf_counter() - start:.1f} s", markup=False)
+    console.print(f"{args.out} is ready after {time.perf_counter() - start:.1f} s", markup=False, soft_wrap=True)

@@ -68,6 +68,7 @@ def train(args: TokenizerArgs) -> None:
         f"{args.out}: {args.vocab_size:,} ids learned from {len(texts):,} documents, {size:,} bytes, "
         f"in {time.perf_counter() - start:.1f} s",
         markup=False,
+        soft_wrap=True,
     )
 
 

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+from nanok3.data import packages
+from nanok3.data.corpus import Document
+from nanok3.data.exercises import exercises
+from nanok3.data.loader import MixtureLoader
+from nanok3.data.prepared import Prepared
+from nanok3.data.tokenizer import Tokenizer
+from nanok3.stages import data, tokenizer
+
+
+@pytest.fixture
+def corpora(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prose: str) -> Path:
+    """Small corpora in the place of the built-in ones, and a folder of the user's own."""
+    paragraphs = prose.split("\n\n")
+    for name in packages.BUILT_IN:
+        made = [Document(f"{name} {i}. {paragraphs[i % len(paragraphs)]}\n", name, str(i)) for i in range(40)]
+        monkeypatch.setitem(packages.BUILT_IN, name, lambda cache, made=made: iter(made))
+    monkeypatch.setitem(packages.BUILT_IN, "math", lambda cache: exercises(count=40))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.md").write_text(prose, "utf-8")
+    (tmp_path / "own" / "b.bin").write_bytes(b"\0")
+    return tmp_path
+
+
+def run(module, arguments: type, *flags: str | Path) -> None:
+    module.main(tyro.cli(arguments, args=[str(flag) for flag in flags]))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_from_corpora_to_batches(corpora: Path, own: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["--sources", "prose:3", f"{corpora / 'own'}:1"] if own else ["--profile", "tiny"]
+    run(tokenizer, tokenizer.TokenizerArgs, "--out", corpora / "tok", "--vocab-size", "800", *chosen)
+    shown = capsys.readouterr().out
+    assert "800 ids learned from" in shown and "bytes/token" in shown
+    run(data, data.DataArgs, "--out", corpora / "data", "--tokenizer", corpora / "tok", *chosen)
+    shown = capsys.readouterr().out
+    assert ("skipped b.bin: suffix '.bin'" in shown) == own and "is ready after" in shown
+    opened = Prepared(corpora / "data")
+    opened.check_tokenizer(Tokenizer.load(corpora / "tok"))
+    names = ["prose", "own"] if own else ["prose", "chat", "code", "math"]
+    assert (
+        [source.name for source in opened.sources()]
+        == [source.name for source in opened.sources("validation")]
+        == names
+    )
+    batch = next(MixtureLoader(opened.sources(), opened.weights(), 4, 64))
+    assert batch.input_ids.shape == (4, 64)
+    for source in opened.sources():
+        entry = opened.manifest["sources"][source.name]
+        for number in (entry["train"]["documents"], entry["train"]["tokens"] + entry["validation"]["tokens"]):
+            assert f"{number:,}" in shown
+
+
+def test_show(corpora: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tokenizer, tokenizer.TokenizerArgs, "--out", corpora / "tok", "--vocab-size", "700", "--sources", "prose")
+    capsys.readouterr()
+    run(tokenizer, tokenizer.TokenizerArgs, "--out", corpora / "tok", "--show", "The [EOS] é")
+    shown = capsys.readouterr().out
+    for token in Tokenizer.load(corpora / "tok").encode("The [EOS] é"):
+        assert str(token) in shown
+    assert f"{len(Tokenizer.load(corpora / 'tok').encode('The [EOS] é'))} tokens, 12 bytes" in shown
+
+
+def test_mistakes_are_named(corpora: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        run(data, data.DataArgs, "--tokenizer", corpora / "nowhere")
+    with pytest.raises(ValueError, match="source 'poetry'"):
+        run(tokenizer, tokenizer.TokenizerArgs, "--out", corpora / "tok", "--sources", "poetry")
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from nanok3.stages import data, tokenizer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

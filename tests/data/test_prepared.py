@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanok3.data import prepared
+from nanok3.data.plan import Source, kept_documents, plan
+from nanok3.data.prepared import Prepared, TokenSource, prepare, token_dtype
+from nanok3.data.tokenizer import Tokenizer, train_tokenizer
+
+
+@pytest.fixture
+def sources(tmp_path: Path, prose: str) -> list[Source]:
+    paragraphs = prose.split("\n\n")
+    result = []
+    for name, count in (("a", 60), ("b", 45)):
+        texts = [f"{name} {i}: {paragraphs[i % len(paragraphs)]}\n" for i in range(count)]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(json.dumps({"text": text}) for text in [*texts, texts[0], " "]), "utf-8")
+        result.append(Source(name, 1.0 + len(result), path))
+    return result
+
+
+def test_what_is_written_is_what_was_read(
+    sources: list[Source], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "_SHARD_TOKENS", 1500)
+    monkeypatch.setattr(prepared, "_BATCH_CHARS", 3000)
+    manifest = prepare(sources, tokenizer, tmp_path / "out", report=lambda skipped: None)
+    opened = Prepared(tmp_path / "out")
+    assert opened.manifest == manifest == json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert opened.weights() == opened.weights("validation") == [1.0, 2.0]
+    for split in ("train", "validation"):
+        for source, made in zip(opened.sources(split), plan(sources), strict=True):
+            texts = [document.text for where, document in kept_documents(made) if where == split]
+            entry = manifest["sources"][source.name]
+            assert [tokenizer.decode(source.tokens(i)[:-1]) for i in range(len(source))] == texts
+            assert all(source.tokens(i)[-1] == tokenizer.eos_id for i in range(len(source)))
+            assert source.lengths.tolist() == [len(source.tokens(i)) for i in range(len(source))]
+            assert source.bytes == sum(len(text.encode()) for text in texts) == entry[split]["bytes"]
+            assert entry[split]["documents"] == len(texts) and entry[split]["tokens"] == source.lengths.sum()
+            assert (entry["duplicates"], entry["skipped"]) == (1, 1)
+            if split == "validation":
+                assert opened.validation_text(source.name) == "".join(texts).encode()
+            else:
+                assert len(entry[split]["shards"]) > 2
+                assert (
+                    source.locate(0) == (0, 0) and source.locate(len(source) - 1)[0] == len(entry[split]["shards"]) - 1
+                )
+    opened.check_tokenizer(opened.tokenizer())
+    leftovers = [path.name for path in (tmp_path / "out").rglob("*") if path.name.startswith(".")]
+    assert not leftovers
+
+
+def test_shards_are_plain_arrays(sources: list[Source], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    manifest = prepare(sources, tokenizer, tmp_path / "out", report=lambda skipped: None)
+    (shard,) = manifest["sources"]["a"]["train"]["shards"]
+    content = (tmp_path / "out" / f"{shard['name']}.bin").read_bytes()
+    ids, starts = np.frombuffer(content, "<u2"), np.load(tmp_path / "out" / f"{shard['name']}.npy")
+    assert hashlib.sha256(content).hexdigest() == shard["sha256"] and manifest["dtype"] == "uint16"
+    assert starts[0] == 0 and starts[-1] == len(ids) == shard["tokens"] and len(starts) == shard["documents"] + 1
+    (source, _) = Prepared(tmp_path / "out").sources()
+    assert source.tokens(3, 2, 5).tolist() == ids[starts[3] + 2 : starts[3] + 5].tolist()
+
+
+def test_preparing_twice_gives_the_same_bytes(sources: list[Source], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        prepare(sources, tokenizer, tmp_path / name, report=lambda skipped: None)
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
+    assert len(files) == 1 + 2 + 4 + 4 + 2
+    for path in files:
+        assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes(), path
+
+
+def test_large_vocabularies_take_four_bytes() -> None:
+    assert token_dtype(1 << 16) == np.dtype("<u2") and token_dtype((1 << 16) + 1) == np.dtype("<u4")
+    assert token_dtype(163840).itemsize == 4
+
+
+def test_an_interrupted_run_is_refused_and_repaired(
+    sources: list[Source], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(sources, tokenizer, tmp_path, report=lambda skipped: None)
+    first = Prepared(tmp_path).sources()[0].tokens(0).tolist()
+
+    def interrupted(step: str) -> None:
+        if step == "encoding b":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(sources, tokenizer, tmp_path, report=lambda skipped: None, progress=interrupted)
+    with pytest.raises(ValueError, match=r"manifest\.json: missing; the folder was not prepared, or not to the end"):
+        Prepared(tmp_path)
+    prepare(sources, tokenizer, tmp_path, report=lambda skipped: None)
+    assert Prepared(tmp_path).sources()[0].tokens(0).tolist() == first
+
+
+def test_damaged_folders_are_refused(sources: list[Source], tokenizer: Tokenizer, tmp_path: Path, prose: str) -> None:
+    prepare(sources, tokenizer, tmp_path, report=lambda skipped: None)
+    opened, shard = Prepared(tmp_path), tmp_path / "train" / "b-00000.bin"
+    with pytest.raises(ValueError, match=r"prepared with another tokenizer \(vocab_size 700, given 650\)"):
+        opened.check_tokenizer(train_tokenizer([prose], 650))
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=rf"b-00000\.bin: {size - 2} bytes; the manifest says {size}"):
+        opened.sources()
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"b-00000\.bin: missing"):
+        opened.sources()
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(ValueError, match="format 99; this version reads 1"):
+        Prepared(tmp_path)
+
+
+def test_a_source_without_validation_documents_is_left_out_of_the_split(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("short")
+    (tmp_path / "two.jsonl").write_text('{"text": "x y"}\n{"text": "z"}\n')
+    prepare([Source("one", 1.0, tmp_path / "one.txt"), Source("two", 2.0, tmp_path / "two.jsonl")], tokenizer, tmp_path)
+    opened = Prepared(tmp_path)
+    assert [source.name for source in opened.sources()] == ["one", "two"]
+    assert [source.name for source in opened.sources("validation")] == ["two"] and opened.weights("validation") == [2.0]
+    assert opened.validation_text("one") == b""
+
+
+def test_digests_tell_sources_and_contents_apart(sources: list[Source], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def digests(**options) -> list[str]:
+        prepare(sources, tokenizer, tmp_path / "out", report=lambda skipped: None, **options)
+        opened = Prepared(tmp_path / "out")
+        return [source.digest for split in ("train", "validation") for source in opened.sources(split)]
+
+    first = digests()
+    assert len(set(first)) == 4 and digests() == first and not set(digests(seed=1)) & set(first)
+    assert isinstance(Prepared(tmp_path / "out").sources()[0], TokenSource)
