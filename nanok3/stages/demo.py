@@ -1,0 +1,141 @@
+"""`nanok3 demo`: the whole road on real text, in about twelve minutes on two cores.
+
+    tokenizer    learn 4096 pieces from plays, conversations, code and exercises
+    data         split, deduplicate, encode
+    pretrain     a small K3: KDA, gated MLA, attention residuals, LatentMoE with Quantile Balancing, per-head Muon
+    eval         bits per byte on text it has not seen, beside zlib and xz; a recall probe
+    generate     three samples
+    chat         it continues what you type
+
+Each step is a command that can be run by hand; the demo prints it, says how long it will take, and reuses what an
+earlier run has finished. An interrupted training goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+MODEL = ("--preset", "small")
+"""The model of the demo and how it is trained, found by measurement: docs/log.md has the search."""
+PROMPTS = {"prose": "**HAMLET**\n", "chat": "A: hi, how are you?\nB:", "code": "def add(a, b):\n"}
+
+
+@dataclass(frozen=True)
+class DemoArgs:
+    """Everything from raw text to a model you can talk to."""
+
+    out: Path = Path("runs/demo")
+    """Folder for everything the demo makes; delete it to start over."""
+    quick: bool = False
+    """A smaller model and two minutes in all, to see that everything works."""
+    minutes: float | None = None
+    """Minutes of training; 8.5 when not given (0.6 with --quick)."""
+    threads: int | None = None
+    """CPU threads; all cores when not given."""
+    chat: bool = True
+    """End with an interactive prompt where there is a terminal."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the road: what it does, how long it takes, what shows that it is finished."""
+
+    does: str
+    seconds: float
+    command: list[str]
+    done: Callable[[], bool]
+
+
+def main(args: DemoArgs) -> None:
+    """Run the steps that are not finished yet, then show what came out."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    start = time.monotonic()
+    steps = road(args)
+    left = sum(step.seconds for step in steps if not step.done())
+    console.print(
+        f"[bold]nanok3 demo[/bold]: {len(steps)} steps, about {_minutes(left)}; everything goes to {args.out}"
+    )
+    for number, step in enumerate(steps, 1):
+        console.print(f"\n[bold]{number}/{len(steps)} {step.does}[/bold]")
+        if step.done():
+            console.print(f"finished by an earlier run; delete {args.out} to start over", style="dim")
+            continue
+        console.print(f"$ nanok3 {shlex.join(step.command)}    (about {_minutes(step.seconds)})", style="cyan")
+        began = time.monotonic()
+        status = _run(step.command)
+        if status:
+            console.print(f"stopped with status {status}; the same command goes on from here", style="yellow")
+            raise SystemExit(status)
+        console.print(f"done in {_minutes(time.monotonic() - began)}", style="dim")
+    console.print(
+        f"\n[bold]Finished in {_minutes(time.monotonic() - start)}.[/bold] Report: {args.out}/run/report.html"
+    )
+    if args.chat and sys.stdin.isatty():
+        _run(["chat", f"{args.out}/run"])
+    else:
+        console.print(f"Talk to it: nanok3 chat {args.out}/run")
+
+
+def road(args: DemoArgs) -> list[Step]:
+    """The steps as commands."""
+    out = args.out
+    run, data, tokenizer = out / "run", out / "data", out / "tokenizer"
+    minutes = args.minutes or (0.6 if args.quick else 8.5)
+    threads = ["--threads", str(args.threads)] if args.threads is not None else []
+    learn = ["--max-bytes", "3000000"] if args.quick else []
+    train = ["pretrain", "--data", str(data), "--out", str(run), *MODEL, "--train.minutes", f"{minutes:g}", *threads]
+    if (run / "checkpoints").exists():
+        train = ["pretrain", "--out", str(run), "--resume", *threads]
+    samples = ["generate", str(run), "--max-tokens", "80", "--temperature", "0.8", *threads]
+    return [
+        Step(
+            "Fetch real text and learn a tokenizer from it",
+            12 if args.quick else 30,
+            ["tokenizer", "--out", str(tokenizer), *learn],
+            (tokenizer / "tiktoken.model").exists,
+        ),
+        Step(
+            "Split, deduplicate and encode the text",
+            15,
+            ["data", "--tokenizer", str(tokenizer), "--out", str(data)],
+            (data / "manifest.json").exists,
+        ),
+        Step("Train a small K3 on it", 60 * minutes + 10, train, (run / "model" / "config.json").exists),
+        Step(
+            "Measure what it learned, on text it has not seen",
+            20 if args.quick else 60,
+            ["eval", str(run), "--data", str(data), *threads],
+            (run / "final.json").exists,
+        ),
+        *[
+            Step(f"A sample: {name}", 3, [*samples, "--prompt", prompt], lambda: False)
+            for name, prompt in PROMPTS.items()
+        ],
+    ]
+
+
+def _run(command: list[str]) -> int:
+    """One command in a process of its own; its exit status. Ctrl-C reaches the command, which saves and ends."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen([sys.executable, "-m", "nanok3", *command], preexec_fn=_interruptible)
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interruptible() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"

@@ -1,0 +1,321 @@
+"""`nanok3 pretrain`: train a K3 from scratch on prepared data.
+
+    nanok3 pretrain --data runs/data --out runs/first --preset small --train.minutes 10
+    nanok3 pretrain --out runs/first --resume          go on after Ctrl-C, kill -9 or a full disk
+    nanok3 pretrain --config run.yaml --train.lr 2e-3  preset < YAML file < flags
+
+The run folder holds config.yaml (what was really used), metrics.jsonl, checkpoints/, report.html and, at the end, model/
+in the official layout with its tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanok3.config import K3Config
+from nanok3.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from nanok3.data.prepared import Prepared
+    from nanok3.model.decoder import K3
+    from nanok3.train.loop import Trainer
+
+
+@dataclass(frozen=True)
+class PretrainArgs:
+    """Train a K3 from scratch on prepared data. `--config FILE` reads any of these from a YAML file first."""
+
+    out: Path = Path("runs/pretrain")
+    """Run folder."""
+    data: Path = Path("runs/data")
+    """Prepared data (`nanok3 data` makes it)."""
+    mixture: tuple[str, ...] = ()
+    """Weights of the sources as name:weight, for those that should differ from the prepared ones."""
+    preset: str = "small"
+    """Model preset: tiny, small, base or k3; or an official config.json."""
+    depth: int | None = None
+    """Scale the preset to this many layers (width, heads and experts follow)."""
+    set: tuple[str, ...] = ()
+    """Single fields of the model's config, as field=value."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint of the run folder, with the settings saved there."""
+    threads: int | None = None
+    """CPU threads; torch's own choice when not given."""
+    train: TrainSettings = field(default_factory=TrainSettings)
+    """The schedule and the optimizer."""
+
+
+# ---------------------------------------------------------------------- settings: preset < YAML < flags
+
+
+def parse(argv: list[str]) -> PretrainArgs:
+    """The command line over `--config FILE` (or, with --resume, the run's own config.yaml) over the defaults."""
+    import tyro
+
+    file, rest = _take_option(argv, "--config")
+    default = PretrainArgs()
+    if "--resume" in rest and file is None:
+        out = Path(_take_option(rest, "--out")[0] or default.out)
+        if not (out / "config.yaml").exists():
+            raise ValueError(f"--resume: {out / 'config.yaml'} does not exist; there is no run to go on with")
+        file = str(out / "config.yaml")
+    if file is not None:
+        default = from_yaml(Path(file), default)
+    # A length on the command line replaces one from the file, be it steps or minutes.
+    for given, other in (("steps", "minutes"), ("minutes", "steps")):
+        if _take_option(rest, f"--train.{given}")[0] is not None:
+            none: dict[str, Any] = {other: None}
+            default = replace(default, train=replace(default.train, **none))
+    return tyro.cli(PretrainArgs, args=rest, prog="nanok3 pretrain", default=default)
+
+
+def _take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
+    """The value of `--name VALUE` or `--name=VALUE`, and the rest of the command line."""
+    for i, word in enumerate(argv):
+        if word == name:
+            if i + 1 == len(argv):
+                raise ValueError(f"{name} needs a value")
+            return argv[i + 1], argv[:i] + argv[i + 2 :]
+        if word.startswith(f"{name}="):
+            return word.split("=", 1)[1], argv[:i] + argv[i + 1 :]
+    return None, argv
+
+
+def from_yaml(path: Path, default: PretrainArgs) -> PretrainArgs:
+    """Settings of a YAML file over `default`. ValueError names the file and what in it is wrong."""
+    import yaml
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        raise ValueError(f"--config: {path} does not exist") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config: {path} is not valid YAML: {error}") from None
+    values = document.get("settings", document) if isinstance(document, dict) else None
+    if not isinstance(values, dict) or not isinstance(values.get("train", {}), dict):
+        raise ValueError(f"--config: {path} must hold a mapping of settings, and `train` another")
+    train = _known(path, "train.", values.pop("train", {}), TrainSettings)
+    values = _known(path, "", values, PretrainArgs)
+    for name in ("out", "data"):
+        if name in values:
+            values[name] = Path(values[name])
+    for name in ("mixture", "set"):
+        values[name] = tuple(values.get(name) or ())
+    return replace(default, **values, train=replace(default.train, **train))
+
+
+def _known(path: Path, prefix: str, values: dict[str, Any], record: type) -> dict[str, Any]:
+    names = [f.name for f in fields(record)]
+    unknown = sorted(set(values) - set(names))
+    if unknown:
+        raise ValueError(f"--config: {path} has unknown settings {[prefix + u for u in unknown]}; allowed: {names}")
+    return dict(values)
+
+
+def model_config(args: PretrainArgs, vocab_size: int) -> K3Config:
+    """The preset, scaled, with single fields set and the tokenizer's vocabulary. ValueError on an unknown one."""
+    presets = {"tiny": K3Config.tiny, "small": K3Config.small, "base": K3Config.base, "k3": K3Config.k3}
+    if args.preset in presets:
+        cfg = presets[args.preset]()
+    elif Path(args.preset).exists():
+        cfg = K3Config.from_json(args.preset)
+    else:
+        raise ValueError(f"preset is {args.preset!r}; allowed: {', '.join(presets)}, or an official config.json")
+    if args.depth is not None:
+        cfg = cfg.at_depth(args.depth)
+    return replace(cfg, **_changes(cfg, args.set)).with_vocabulary(vocab_size)
+
+
+def _changes(cfg: K3Config, assignments: tuple[str, ...]) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    names = [f.name for f in fields(K3Config) if f.name != "source"]
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        if name not in names:
+            raise ValueError(f"--set {assignment}: {name!r} is no field of the config; allowed: {', '.join(names)}")
+        try:
+            changes[name] = json.loads(value)
+        except json.JSONDecodeError:
+            changes[name] = value
+    return changes
+
+
+# ---------------------------------------------------------------------- the stage
+
+
+def main(args: PretrainArgs) -> None:
+    """Set up, train, and at the end evaluate, save model/ and write the report."""
+    import torch
+
+    from nanok3.train.machine import keep_freed_memory
+
+    keep_freed_memory()
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"threads is {args.threads}; it must be at least 1")
+        torch.set_num_threads(args.threads)
+    trainer, data = set_up(args)
+    if not trainer.fit():
+        raise KeyboardInterrupt  # saved; the status tells a script that there is more to do
+    finish(args, trainer, data)
+
+
+def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
+    """Data, model and trainer, fresh or at the newest checkpoint."""
+    import torch
+    from rich.console import Console
+
+    from nanok3.data.loader import MixtureLoader
+    from nanok3.data.prepared import Prepared
+    from nanok3.model.decoder import K3
+    from nanok3.train.checkpoint import latest, load_checkpoint
+    from nanok3.train.loop import Trainer
+    from nanok3.train.machine import choose_precision
+    from nanok3.train.muon import rules_table
+
+    settings = args.train
+    if settings.steps is None and settings.minutes is None:
+        raise ValueError("give the length of the run: --train.steps N or --train.minutes M")
+    data = Prepared(args.data)
+    checkpoint, passed_over = latest(args.out)
+    for problem in passed_over:
+        print(f"passed over: {problem}")
+    if checkpoint is not None and not args.resume:
+        raise ValueError(f"out: {args.out} holds a run ({checkpoint.name}); add --resume, or choose another folder")
+    state: dict[str, Any] | None = None
+    if checkpoint is not None:
+        model, state = load_checkpoint(checkpoint)
+        print(f"going on from {checkpoint}")
+    else:
+        torch.manual_seed(settings.seed)
+        model = K3(model_config(args, data.manifest["vocab_size"]))
+    precision = str(choose_precision(settings.precision)).removeprefix("torch.")
+    args = replace(args, train=replace(settings, precision=precision))
+    write_config(args, model.cfg)
+    apply_outside(model, args.train)
+    weights = mixture_weights(data, args.mixture)
+    loader = MixtureLoader(data.sources(), weights, settings.batch_size, settings.seq_len, settings.seed)
+    tokenizer = data.tokenizer()
+    sizes = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size - 256)] + [0] * 256)
+    sample = sampler(tokenizer)
+    config = {"settings": plain(args), "model": model.cfg.to_dict()}
+    trainer = Trainer(model, loader, args.train, args.out, sizes, validation_batches(data, args), sample, print, config)
+    if state is not None:
+        trainer.load_state_dict(state)
+    else:
+        Console(width=120).print(rules_table(trainer.optimizer.rules))
+        print(describe_run(trainer))
+    return trainer, data
+
+
+def apply_outside(model: K3, settings: TrainSettings) -> None:
+    """What is done to a built model, in this order: recompute, then compile."""
+    from nanok3.train.recompute import compile_layers, recompute_activations
+
+    if settings.recompute:
+        recompute_activations(model)
+    if settings.compile:
+        compile_layers(model)
+
+
+def describe_run(trainer: Trainer) -> str:
+    """Two lines: how big, how long."""
+    from nanok3.ledger import active_parameters
+
+    cfg, s = trainer.model.cfg, trainer.settings
+    total = sum(p.numel() for p in trainer.model.parameters())
+    tokens = s.batch_size * s.accumulate * s.seq_len
+    length = f"{s.steps} steps" if s.steps is not None else f"{s.minutes:g} minutes"
+    active = active_parameters(cfg)
+    return (
+        f"{cfg.num_hidden_layers} layers, {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token; "
+        f"{length} of {tokens} tokens in {s.precision}\n"
+        f"matmul peak measured here: {trainer.peak_flops / 1e9:.0f} GFLOP/s"
+    )
+
+
+def mixture_weights(data: Prepared, changes: tuple[str, ...]) -> list[float]:
+    """The prepared weights with `name:weight` changes."""
+    names = [source.name for source in data.sources()]
+    weights = dict(zip(names, data.weights(), strict=True))
+    for change in changes:
+        name, _, value = change.partition(":")
+        if name not in weights:
+            raise ValueError(f"mixture: {name!r} is no source of {data.folder}; allowed: {', '.join(names)}")
+        try:
+            weights[name] = float(value)
+        except ValueError:
+            raise ValueError(f"mixture: {change!r} must be name:weight with a number") from None
+    return list(weights.values())
+
+
+def validation_batches(data: Prepared, args: PretrainArgs, tokens: int = 16384) -> dict[str, Any]:
+    """A fixed sample of each slice for the curve: its first rows, about `tokens` of them."""
+    from itertools import islice
+
+    from nanok3.data.packing import one_pass
+
+    rows, length = args.train.batch_size, args.train.seq_len
+    count = max(1, tokens // (rows * length))
+    return {s.name: list(islice(one_pass(s, rows, length), count)) for s in data.sources("validation")}
+
+
+def sampler(tokenizer: Any) -> Any:
+    """A callback that lets the model continue a short prompt, always with the same seed."""
+    from nanok3.serve.generate import generate
+    from nanok3.serve.sampler import SamplingParams
+
+    prompt = "The "
+
+    def sample(model: K3) -> tuple[str, str]:
+        was_training = model.training
+        model.eval()
+        params = SamplingParams(temperature=0.8, top_p=0.95, seed=0, max_tokens=60)
+        text = generate(model, tokenizer, prompt, params).text
+        model.train(was_training)
+        return prompt, text
+
+    return sample
+
+
+def finish(args: PretrainArgs, trainer: Trainer, data: Prepared) -> None:
+    """model/, the final numbers, and report.html."""
+    from nanok3.model.weights import save
+    from nanok3.train.report import write_report
+
+    folder = args.out / "model"
+    trainer.model.compute_dtype = None
+    save(trainer.model, folder)
+    data.tokenizer().save(folder)
+    (folder / "nanok3.json").write_text(json.dumps({"stage": "pretrain"}) + "\n")
+    report = write_report(args.out)
+    print(f"model: {folder}\nreport: {report}")
+
+
+def write_config(args: PretrainArgs, cfg: K3Config) -> None:
+    """config.yaml: the resolved settings, the model's config and the command."""
+    import yaml
+
+    from nanok3.data.files import write_file
+
+    document = {"command": command_line(), "settings": plain(args), "model": cfg.to_dict()}
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_file(args.out / "config.yaml", yaml.safe_dump(document, sort_keys=False).encode())
+
+
+def plain(args: PretrainArgs) -> dict[str, Any]:
+    """The settings as YAML can hold them."""
+    values = asdict(args)
+    values.pop("resume")
+    values.update(out=str(args.out), data=str(args.data), mixture=list(args.mixture), set=list(args.set))
+    return values
+
+
+def command_line() -> str:
+    """The command as the user typed it."""
+    return shlex.join(["nanok3", *sys.argv[1:]])

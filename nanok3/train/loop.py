@@ -1,0 +1,387 @@
+"""The training loop: microbatches in, one optimizer step out, everything else around it.
+
+    for each step
+        for each microbatch        forward under the observers; loss over the vocabulary in chunks; backward
+        gradient norm              finite? no spike? clip to 1
+        Muon and AdamW             at the learning rate of this point of the schedule
+        Quantile Balancing         router biases for the next step
+        QK-Clip                    attention logits above 100 are scaled down at their weights
+        every so often             a line of progress, validation, a sample, a checkpoint
+
+The schedule runs over a fixed number of steps, and then a resumed run equals an uninterrupted one bit for bit; or over
+a number of minutes (`minutes`), and then progress is measured time, so that the last step falls where the time ends.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanok3.data.loader import Batch, MixtureLoader
+from nanok3.ledger import flops_per_token
+from nanok3.model.decoder import K3
+from nanok3.train.checkpoint import checkpoints, save_checkpoint
+from nanok3.train.loss import IGNORE, count_targets, cross_entropy, step_loss
+from nanok3.train.machine import matmul_rate
+from nanok3.train.muon import K3Optimizer
+from nanok3.train.qk_clip import QKClip
+from nanok3.train.quantile_balancing import QuantileBalancer
+from nanok3.train.schedule import learning_rate
+from nanok3.train.settings import TrainSettings
+from nanok3.train.track import Tracker
+
+SCHEDULE_TICKS = 1_000_000
+"""Resolution of progress in a run over minutes."""
+
+
+class TrainingStopped(ValueError):
+    """The run cannot go on: a loss or gradient that is not finite, or a spike."""
+
+
+@dataclass
+class Progress:
+    """What a resumed run needs besides weights, optimizer and data position."""
+
+    step: int = 0
+    tokens: int = 0
+    fraction: float = 0.0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step's numbers; loss in nats a token."""
+
+    loss: float
+    tokens: int
+    bytes: int
+    grad_norm: float
+    vision_grad_norm: float | None
+    max_logit: float | None  # of attention, on the steps that look
+    loads: list[list[float]]
+    ids: list[Any]
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.loss * self.tokens / math.log(2) / max(self.bytes, 1)
+
+
+class Trainer:
+    """Owns the run: model, optimizer, observers, data position, progress and the run folder.
+
+    `validation` maps a slice's name to its batches; `sample` turns the model into a piece of text for the log;
+    `bytes_of` gives the bytes of each token id, for bits per byte.
+    """
+
+    def __init__(
+        self,
+        model: K3,
+        loader: MixtureLoader,
+        settings: TrainSettings,
+        run: Path,
+        bytes_of: Tensor,
+        validation: dict[str, list[Batch]] | None = None,
+        sample: Callable[[K3], tuple[str, str]] | None = None,
+        report: Callable[[str], None] = print,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        self.model, self.loader, self.settings, self.run = model, loader, settings, run
+        self.validation, self.sample, self.say = validation or {}, sample, report
+        self.bytes_of = bytes_of
+        s = settings
+        self.optimizer = K3Optimizer(model, lr=s.lr, weight_decay=s.weight_decay, adam_lr_scale=s.adam_lr_scale)
+        self.balancer = QuantileBalancer(model, update_bias=s.balance)
+        self.clip = QKClip(model, threshold=s.qk_clip_threshold, every=s.qk_clip_every)
+        self.progress = Progress()
+        self.track = Tracker(run, s.tensorboard, s.wandb, config)
+        self.batches = iter(loader)
+        self.interrupted = False
+        model.compute_dtype = {"float32": None, "bfloat16": torch.bfloat16}[s.precision]
+        device = model.lm_head.weight.device
+        self.peak_flops = matmul_rate(model.compute_dtype or torch.float32, device)
+        self.flops_per_token = flops_per_token(model.cfg, s.seq_len, training=True)
+
+    # ------------------------------------------------------------------ one step
+
+    def train_step(self) -> StepResult:
+        """Forward, backward and update for `accumulate` microbatches; TrainingStopped on NaN or a spike, before the
+        weights are touched."""
+        self.model.train()
+        batches = [next(self.batches) for _ in range(self.settings.accumulate)]
+        tokens = sum(count_targets(b.targets) for b in batches)
+        loss = sum(self._backward(batch, tokens) for batch in batches) / max(tokens, 1)
+        grad_norm = float(nn.utils.clip_grad_norm_(self._parameters(), self.settings.grad_clip, foreach=True))
+        ids = [i for b in batches for i in b.ids]
+        self._check(loss, grad_norm, ids)
+        vision = self._vision_grad_norm()
+        self.optimizer.lr = self.learning_rate()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loads = self.balancer.step()
+        logits = self.clip.step()
+        byte_count = sum(int(self.bytes_of[b.targets.clamp(min=0)][b.targets >= 0].sum()) for b in batches)
+        fractions = [(load.loads / max(float(load.loads.sum()), 1.0)).tolist() for load in loads]
+        return StepResult(loss, tokens, byte_count, grad_norm, vision, _largest(logits), fractions, ids)
+
+    def _backward(self, batch: Batch, tokens_of_step: int) -> float:
+        targets = batch.targets.view(1, -1)
+        # Padding predicts nothing and must not count as load.
+        with self.balancer.observe(targets != IGNORE), self.clip.observe():
+            hidden = self.model.hidden_states(batch.input_ids.view(1, -1), cu_seqlens=batch.cu_seqlens)
+        loss_sum, _ = cross_entropy(hidden, self.model.lm_head.weight, targets)
+        step_loss(loss_sum, tokens_of_step).backward()
+        return float(loss_sum.detach())
+
+    def learning_rate(self) -> float:
+        """At this point of the schedule."""
+        s = self.settings
+        if s.minutes is None:
+            assert s.steps is not None
+            step, total = self.progress.step, s.steps
+        else:
+            step, total = int(self.progress.fraction * SCHEDULE_TICKS), SCHEDULE_TICKS
+        return learning_rate(step, total, s.lr, s.warmup_fraction, s.final_lr_fraction)
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        return (p for p in self.model.parameters() if p.grad is not None)
+
+    def _vision_grad_norm(self) -> float | None:
+        """The report judges multimodal training by the tower's gradient norm."""
+        if not self.model.cfg.has_vision:
+            return None
+        grads = [p.grad for p in self.model.vision_tower.parameters() if p.grad is not None]
+        return float(nn.utils.get_total_norm(grads)) if grads else 0.0
+
+    def _check(self, loss: float, grad_norm: float, ids: list[Any]) -> None:
+        recent = self.progress.losses
+        bound = self.settings.spike_nats
+        spike = bound > 0 and len(recent) >= 20 and loss > statistics.fmean(recent) + bound
+        if math.isfinite(loss) and math.isfinite(grad_norm) and not spike:
+            self.progress.losses = [*recent, loss][-50:]
+            return
+        what = f"loss {loss:.4g}, gradient norm {grad_norm:.4g}"
+        why = f"a spike of more than {bound:g} nats above the last steps" if spike else "not finite"
+        good = checkpoints(self.run)
+        last = f"last good checkpoint: {good[-1]}" if good else "no checkpoint was written yet"
+        message = f"step {self.progress.step + 1} stopped: {what} ({why}); {last}; documents of the batch: {ids}"
+        self.track.write("event", self.progress.step + 1, message=message)
+        raise TrainingStopped(message)
+
+    # ------------------------------------------------------------------ the run
+
+    @property
+    def done(self) -> bool:
+        if self.settings.minutes is not None:
+            return self.progress.fraction >= 1.0
+        return self.progress.step >= (self.settings.steps or 0)
+
+    def fit(self) -> bool:
+        """Train to the end of the schedule; False when it was interrupted (a checkpoint was saved then)."""
+        with _Interrupts(self):
+            spoken = -math.inf
+            while not self.done and not self.interrupted:
+                began = time.monotonic()
+                result = self.train_step()
+                now = time.monotonic()
+                self._advance(result, now - began)
+                if self.done or now - spoken >= self.settings.log_seconds:
+                    self.say(self._line(result, now - began))
+                    spoken = now
+                self._every_so_often()
+                self._pass(time.monotonic() - began)
+            if not self.interrupted:
+                self._finish()
+        if self.interrupted or self.settings.save_every:
+            self.save()
+        if self.interrupted:
+            self.say(f"interrupted after step {self.progress.step}; saved. Go on with: {self.how_to_resume()}")
+        return not self.interrupted
+
+    def _finish(self) -> None:
+        """The last point of the curves, where the last step did not just make it."""
+        p, s = self.progress, self.settings
+        if self.validation and (not s.eval_every or p.step % s.eval_every):
+            self._validate()
+        if s.sample_every and p.step % s.sample_every:
+            self._sample()
+
+    def how_to_resume(self) -> str:
+        return f"nanok3 pretrain --out {self.run} --resume"
+
+    def _advance(self, result: StepResult, seconds: float) -> None:
+        p = self.progress
+        rate = result.tokens / max(seconds, 1e-9)
+        lr = self.learning_rate()
+        p.step += 1
+        p.tokens += result.tokens
+        self.track.write(
+            "train",
+            p.step,
+            tokens=p.tokens,
+            loss=result.loss,
+            bits_per_byte=result.bits_per_byte,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            vision_grad_norm=result.vision_grad_norm,
+            tokens_per_second=rate,
+            flop_utilisation=self.utilisation(rate),
+            load_max_over_mean=_worst(result.loads),
+            dead_experts=_dead(result.loads),
+            **({} if result.max_logit is None else {"max_logit": result.max_logit}),
+            seconds=p.seconds,
+        )
+        if p.step % self.settings.loads_every == 0 and result.loads:
+            layers = [int(name.split(".")[2]) for name in self.balancer.layers]  # model.layers.3.block_sparse_moe.gate
+            self.track.write("loads", p.step, layers=layers, loads=result.loads)
+
+    def _pass(self, seconds: float) -> None:
+        """Time spent, validation and saving included: a schedule in minutes counts all of it."""
+        self.progress.seconds += seconds
+        if self.settings.minutes is not None:
+            self.progress.fraction += seconds / (60 * self.settings.minutes)
+
+    def utilisation(self, tokens_per_second: float) -> float:
+        """Model FLOPs done per second over the matmul rate measured at the start:
+        tokens/s x flops_per_token (ledger.py) / peak. Recomputed activations are not counted."""
+        return tokens_per_second * self.flops_per_token / self.peak_flops
+
+    def _line(self, result: StepResult, seconds: float) -> str:
+        p, s = self.progress, self.settings
+        rate = result.tokens / max(seconds, 1e-9)
+        share = p.fraction if s.minutes is not None else p.step / max(s.steps or 1, 1)
+        left = p.seconds * (1 - share) / max(share, 1e-9)
+        parts = [
+            f"step {p.step:5d}",
+            f"{min(share, 1):4.0%}",
+            f"loss {result.loss:.3f}",
+            f"{result.bits_per_byte:.3f} bits/byte",
+            f"{rate / 1000:.1f}k tok/s",
+            f"{self.utilisation(rate):.0%} of peak",
+            f"load {_worst(result.loads):.1f}x, {_dead(result.loads)} dead",
+            f"|g| {result.grad_norm:.2f}",
+            f"{_clock(max(left, 0))} left",
+        ]
+        return " · ".join(parts)
+
+    def _every_so_often(self) -> None:
+        p, s = self.progress, self.settings
+        if s.eval_every and p.step % s.eval_every == 0:
+            self._validate()
+        if s.sample_every and p.step % s.sample_every == 0:
+            self._sample()
+        if s.save_every and p.step % s.save_every == 0:
+            self.save()
+
+    def _validate(self) -> None:
+        slices = self.evaluate()
+        self.track.write("eval", self.progress.step, slices=slices)
+        shown = ", ".join(f"{name} {v['bits_per_byte']:.3f}" for name, v in slices.items())
+        self.say(f"           validation bits/byte: {shown}")
+
+    def _sample(self) -> None:
+        if self.sample is not None:
+            prompt, text = self.sample(self.model)
+            self.track.write("sample", self.progress.step, prompt=prompt, text=text)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Mean loss and bits per byte of each validation slice, without touching the observers."""
+        self.model.eval()
+        slices = {}
+        for name, batches in self.validation.items():
+            nats, tokens, size = 0.0, 0, 0
+            for batch in batches:
+                hidden = self.model.hidden_states(batch.input_ids.view(1, -1), cu_seqlens=batch.cu_seqlens)
+                loss_sum, n = cross_entropy(hidden, self.model.lm_head.weight, batch.targets.view(1, -1))
+                nats, tokens = nats + float(loss_sum), tokens + n
+                size += int(self.bytes_of[batch.targets.clamp(min=0)][batch.targets >= 0].sum())
+            bits = nats / math.log(2)
+            slices[name] = {
+                "loss": nats / max(tokens, 1),
+                "bits_per_byte": bits / max(size, 1),
+                "tokens": tokens,
+                "bytes": size,
+            }
+        self.model.train()
+        return slices
+
+    # ------------------------------------------------------------------ state
+
+    def save(self) -> Path:
+        return save_checkpoint(self.run, self.progress.step, self.model, self.state_dict(), self.settings.keep)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything besides the weights; tensors and plain values only."""
+        return {
+            "progress": vars(self.progress),
+            "optimizer": self.optimizer.state_dict(),
+            "balancer": self.balancer.state_dict(),
+            "clip": self.clip.state_dict(),
+            "loader": self.loader.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.progress = Progress(**state["progress"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.balancer.load_state_dict(state["balancer"])
+        self.clip.load_state_dict(state["clip"])
+        self.loader.load_state_dict(state["loader"])
+        self.batches = iter(self.loader)
+        torch.set_rng_state(state["random"])
+
+
+class _Interrupts:
+    """Ctrl-C and SIGTERM let the step finish; a second Ctrl-C stops at once."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self.previous[number] = signal.signal(number, self._handle)
+            except ValueError:  # not the main thread: nothing to catch there
+                return
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.trainer.interrupted:
+            raise KeyboardInterrupt
+        self.trainer.interrupted = True
+        self.trainer.say("finishing this step, then saving (Ctrl-C again stops at once)")
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+def _worst(loads: list[list[float]]) -> float:
+    """Largest load over the mean load, in the layer where that is worst."""
+    return max((max(layer) * len(layer) for layer in loads), default=1.0)
+
+
+def _dead(loads: list[list[float]]) -> int:
+    return sum(share == 0 for layer in loads for share in layer)
+
+
+def _largest(logits: dict[str, Tensor]) -> float | None:
+    seen = [float(t.max()) for t in logits.values() if t.numel()]
+    return max(seen) if seen else None
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"

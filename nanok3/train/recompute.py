@@ -1,0 +1,29 @@
+"""Activation checkpointing, applied to a built model from outside: a layer's inner activations are thrown away in the
+forward pass and made again in the backward. What a layer keeps is its two inputs; the mixes over depth keep only
+references (model/attn_res.py)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nanok3.model.decoder import K3, DecoderLayer
+
+
+def recompute_activations(model: K3) -> None:
+    """Checkpoint both halves of every layer. Routing is recomputed from the same bias, since balancing acts only after
+    the backward; observers must not count the second pass (quantile_balancing does not)."""
+    for layer in model.model.layers:
+        assert isinstance(layer, DecoderLayer)
+        for half in ("attend", "feed"):
+            setattr(layer, half, partial(checkpoint, getattr(layer, half), use_reentrant=False))
+
+
+def compile_layers(model: K3) -> None:
+    """torch.compile both halves of every layer; the KDA operator stays opaque to it. Minutes of start-up."""
+    for layer in model.model.layers:
+        assert isinstance(layer, DecoderLayer)
+        for half in ("attend", "feed"):
+            setattr(layer, half, torch.compile(getattr(layer, half), dynamic=True))
