@@ -68,9 +68,17 @@ def situ_glu(
     beta: float | None = 4.0,
     linear_beta: float | None = 25.0,
 ) -> Float[Tensor, "*b f"]:
-    """`situ_glu_reference` with a backward of its own."""
-    result: Tensor = _SituGLU.apply(gate, up, beta, linear_beta)
-    return result
+    """`situ_glu_reference` with a backward of its own; in one pass on a CPU."""
+    result = _situ_cpu(gate, up, beta, linear_beta)
+    return _SituGLU.apply(gate, up, beta, linear_beta) if result is None else result
+
+
+def _situ_cpu(gate: Tensor, up: Tensor, beta: float | None, linear_beta: float | None) -> Tensor | None:
+    """The C++ form, or None where it does not apply: another device, float64, no compiler."""
+    from nanok3.kernels import situ_cpu
+
+    result = situ_cpu.situ_glu(gate, up, beta, linear_beta)
+    return None if result is NotImplemented else result
 
 
 def activation(cfg: K3Config, gate: Float[Tensor, "*b f"], up: Float[Tensor, "*b f"]) -> Float[Tensor, "*b f"]:
