@@ -287,10 +287,10 @@ class _ChunkedKDA(torch.autograd.Function):
         dk = rows_k + columns + c.keep * dkend + diagonal * c.q
 
         # Gates: G_i collects all later g's; the terms of Kend are sums over earlier tokens, so they are added up from
-        # the front and never cancel.
+        # the front, without the token itself: subtracting it afterwards would cancel.
         dG = c.q * rows_q + c.k * (rows_k - columns)
-        through_end = kend * dkend
-        dg = dG.flip(2).cumsum(2).flip(2) + through_end.cumsum(2) - through_end
+        dg = dG.flip(2).cumsum(2).flip(2)
+        dg[:, :, 1:] += (kend * dkend)[:, :, :-1].cumsum(2)
         dg = dg + (last * starts * dends).sum(-1).unsqueeze(2)
         dq, dk, dV, dg, db = (_from_chunks(x, plan) for x in (dq, dk, dV, dg, db.unsqueeze(-1)))
         return dq, dk, dV, dg, db.squeeze(-1), dS0, None, None
