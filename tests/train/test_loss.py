@@ -100,9 +100,7 @@ def test_never_more_logits_than_one_chunk():
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            largest.extend(
-                t.numel() for t in (out if isinstance(out, tuple | list) else [out]) if torch.is_tensor(t)
-            )
+            largest.extend(t.numel() for t in (out if isinstance(out, tuple | list) else [out]) if torch.is_tensor(t))
             return out
 
     hidden, weight, targets = problem(400, width=2, vocab=500, dtype=torch.float32)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import io
 import re
 from dataclasses import replace
@@ -110,14 +111,20 @@ def test_one_large_matrix_does_not_shrink_another():
 
 # ---------------------------------------------------------------------- the map
 
+
+@functools.cache
+def on_meta(cfg: K3Config) -> K3:
+    with torch.device("meta"):
+        return K3(cfg)
+
+
 FAMILY = [K3Config.tiny(), K3Config.small(), kimi_linear(), odd(), kimi_linear(num_shared_experts=0)]
 FAMILY += [K3Config.tiny().at_depth(n) for n in (1, 2, 4, 7, 12)] + [K3Config.k3()]
 
 
 @pytest.mark.parametrize("cfg", FAMILY, ids=lambda c: f"{c.model_type}-{c.num_hidden_layers}x{c.hidden_size}")
 def test_every_parameter_of_the_family_has_exactly_one_rule(cfg):
-    with torch.device("meta"):
-        model = K3(cfg)
+    model = on_meta(cfg)
     rules = parameter_rules(model)
     assert [r.name for r in rules] == [name for name, _ in model.named_parameters()]
     parameters = dict(model.named_parameters())
@@ -131,8 +138,7 @@ def test_every_parameter_of_the_family_has_exactly_one_rule(cfg):
 
 
 def blocks_of(cfg: K3Config) -> dict[str, tuple]:
-    with torch.device("meta"):
-        return {r.name: r.blocks for r in parameter_rules(K3(cfg))}
+    return {r.name: r.blocks for r in parameter_rules(on_meta(cfg))}
 
 
 def test_the_release_is_cut_as_the_report_says():
