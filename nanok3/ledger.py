@@ -23,8 +23,9 @@ step keeps the modules of `nanok3.model` themselves, against which the tests mea
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -79,7 +80,7 @@ def _parse(field: str, text: str | int, units: dict[str, int], allowed: str) -> 
     return int(value)
 
 
-def scaled(value: float, step: int = 1000, units: str = "kMBT") -> str:
+def scaled(value: int | float, step: int = 1000, units: str = "kMBT") -> str:
     """Four digits and a prefix: 104,190,127,968 -> '104.2 B'. With step 1024: 434,110,464 -> '414 M'."""
     if abs(value) < step:
         return f"{value:.4g}"
@@ -92,12 +93,12 @@ def scaled(value: float, step: int = 1000, units: str = "kMBT") -> str:
     return f"{digits} {units[index]}"
 
 
-def binary_bytes(value: float) -> str:
+def binary_bytes(value: int | float) -> str:
     """Memory, in powers of 1,024: '414 MiB'."""
     return f"{value:,.0f} B" if value < 1024 else scaled(value, 1024, "KMGTPE") + "iB"
 
 
-def decimal_bytes(value: float) -> str:
+def decimal_bytes(value: int | float) -> str:
     """Files, in powers of 1,000: '1.561 TB'."""
     return f"{value:,.0f} B" if value < 1000 else scaled(value, 1000, "kMGTPE") + "B"
 
@@ -112,7 +113,8 @@ def as_count(tokens: int) -> str:
 
 def find_config(target: str) -> tuple[K3Config, Path | None]:
     """The config a user means, and its folder if it has one: a preset ('k3'), a preset at another depth ('small@12'),
-    a checkpoint folder or config.json, or a run folder, whose `model/` is taken. ValueError says what is allowed."""
+    a checkpoint folder or config.json, or a run folder, whose final model, else its newest checkpoint, is taken.
+    ValueError says what is allowed."""
     preset, at, depth = target.partition("@")
     if preset in PRESETS:
         cfg: K3Config = getattr(K3Config, preset)()
@@ -120,7 +122,7 @@ def find_config(target: str) -> tuple[K3Config, Path | None]:
             raise ValueError(f"config is {target!r}; after @ stands a number of layers, as in small@12")
         return (cfg.at_depth(int(depth)) if at else cfg), None
     path = Path(target)
-    for folder in (path, path / "model"):
+    for folder in (path, path / "model", *_checkpoints(path)):
         if (folder / "config.json").is_file():
             return K3Config.from_json(folder / "config.json"), folder
     if path.is_file():
@@ -128,8 +130,14 @@ def find_config(target: str) -> tuple[K3Config, Path | None]:
     presets = ", ".join(PRESETS)
     raise ValueError(
         f"config is {target!r}; allowed: a preset ({presets}), a preset at a depth (small@12), a checkpoint folder "
-        "with a config.json, or a run folder with a model/ in it"
+        "with a config.json, or a run folder with a model/ or checkpoints/step-N/model/ in it"
     )
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """The models of a run's checkpoints, newest first."""
+    steps = [(int(p.name.removeprefix("step-")), p) for p in run.glob("checkpoints/step-*") if p.name[5:].isdecimal()]
+    return [path / "model" for _, path in sorted(steps, reverse=True)]
 
 
 # ---------------------------------------------------------------------- the ledger
@@ -157,18 +165,11 @@ class Weight:
 
     @property
     def parameters(self) -> int:
-        return self.copies * _product(self.shape)
+        return self.copies * math.prod(self.shape)
 
     @property
     def active(self) -> int:
-        return self.used * _product(self.shape)
-
-
-def _product(shape: Iterable[int]) -> int:
-    result = 1
-    for n in shape:
-        result *= n
-    return result
+        return self.used * math.prod(self.shape)
 
 
 def _matrix(component: str, part: str, name: str, rows: int, columns: int) -> Weight:
@@ -296,17 +297,18 @@ def _moe(cfg: K3Config) -> Iterator[Weight]:
         yield from _mlp(cfg, SHARED, "block_sparse_moe.shared_experts", cfg.shared_size)
 
 
+def _merged(cfg: K3Config) -> int:
+    """Patches that become one token."""
+    return math.prod(cfg.merge_kernel_size or (1,))
+
+
 def _vision(cfg: K3Config) -> Iterator[Weight]:
     """The tower and the projector; text uses none of it."""
     if not cfg.has_vision:
         return
     assert cfg.vt_hidden_size and cfg.vt_num_hidden_layers and cfg.qkv_hidden_size and cfg.vt_intermediate_size
-    assert cfg.patch_size and cfg.init_pos_emb_height and cfg.init_pos_emb_width and cfg.merge_kernel_size
-    D, inner, merged = (
-        cfg.vt_hidden_size,
-        cfg.vt_intermediate_size,
-        _product(cfg.merge_kernel_size) * cfg.vt_hidden_size,
-    )
+    assert cfg.patch_size and cfg.init_pos_emb_height and cfg.init_pos_emb_width
+    D, inner, merged = cfg.vt_hidden_size, cfg.vt_intermediate_size, _merged(cfg) * cfg.vt_hidden_size
     block = "vision_tower.encoder.blocks.*"
     patches = _vector(VISION, "patches", "vision_tower.patch_embed.proj.weight", D, 3, cfg.patch_size, cfg.patch_size)
     rows, columns = cfg.init_pos_emb_height, cfg.init_pos_emb_width
@@ -357,7 +359,7 @@ class Precision:
     def nbytes(self, weight: Weight, on_disk: bool = False) -> int:
         """Bytes of all copies, in memory or as padded in a file."""
         shape = weight.disk_shape if on_disk and weight.disk_shape else weight.shape
-        numbers = weight.copies * _product(shape)
+        numbers = weight.copies * math.prod(shape)
         if self.packs(weight):
             return numbers // 2 + numbers // MXFP4_BLOCK
         return numbers * (max(4, self.plain) if weight.float32 else self.plain)
@@ -429,20 +431,20 @@ def vision_flops(cfg: K3Config, patches: int) -> float:
     """The tower and the projector on one picture of so many patches. ValueError for a model without eyes."""
     if not cfg.has_vision:
         raise ValueError("this config has no vision tower (vt_hidden_size is null)")
-    assert cfg.merge_kernel_size and cfg.qkv_hidden_size and cfg.vt_num_hidden_layers
-    rows = patches / _product(cfg.merge_kernel_size)
+    assert cfg.qkv_hidden_size and cfg.vt_num_hidden_layers
+    rows = patches / _merged(cfg)
     seen = [(patches if w.component == VISION else rows, w) for w in weights(cfg) if w.component in (VISION, PROJECTOR)]
     matrices = sum(2 * times * w.parameters for times, w in seen if w.multiplies)
     return matrices + cfg.vt_num_hidden_layers * 4 * cfg.qkv_hidden_size * patches**2
 
 
-def _flops(cfg: K3Config, kda_per_head: float, mla_per_head: float) -> Flops:
+def _flops(cfg: K3Config, kda_per_head: int, mla_per_head: int | float) -> Flops:
     kda = cfg.kinds.count("kda")
     mla = cfg.num_hidden_layers - kda
     return Flops(
         matrices=2.0 * sum(w.active for w in weights(cfg) if w.multiplies),
-        kda=kda * cfg.kda_num_heads * kda_per_head,
-        mla=mla * cfg.num_attention_heads * mla_per_head,
+        kda=float(kda * cfg.kda_num_heads * kda_per_head),
+        mla=float(mla * cfg.num_attention_heads * mla_per_head),
         depth=4.0 * cfg.hidden_size * sum(depth_reads(cfg)),
         convolution=2.0 * kda * 3 * cfg.short_conv_kernel_size * cfg.kda_num_heads * cfg.kda_head_dim,
     )
@@ -509,29 +511,28 @@ def state_bytes(cfg: K3Config, tokens: int, plain: int = 2) -> int:
 
 
 @cache
-def activation_bytes(cfg: K3Config, plain: int = 2, checkpointing: bool = False) -> int:
+def activation_bytes(cfg: K3Config, plain: int = 2, recompute: bool = False) -> int:
     """Bytes a token that the backward needs, counted from the tensors the modules keep: `plain` bytes for what runs in
     the compute dtype, 4 for the float32 islands. Attention keeps its inputs and output, no score matrix.
 
-    checkpointing: only the running sum at each layer's border, and one whole layer while it is computed again.
+    recompute: only what each half of a layer reads and adds, and one whole half while it is computed again.
     """
-    layers = [sum(layer_activations(cfg, l, plain)) for l in range(cfg.num_hidden_layers)]
-    ends = 8 + cfg.hidden_size * (4 + 3 * plain) + 12 * depth_sources(cfg)
-    if checkpointing:
-        return ends + cfg.num_hidden_layers * cfg.hidden_size * plain + max(layers)
-    return ends + sum(layers)
+    D, halves = cfg.hidden_size, [layer_activations(cfg, l, plain) for l in range(cfg.num_hidden_layers)]
+    ends = 8 + D * (4 + 3 * plain) + 4  # ids, embedding, final norm
+    # Later reads over depth need every running sum again, and three numbers a source.
+    between = 2 * cfg.num_hidden_layers * D * plain + 12 * sum(depth_reads(cfg)) if depth_reads(cfg) else 0
+    if recompute:
+        return ends + between + 2 * cfg.num_hidden_layers * D * plain + max(max(pair) for pair in halves)
+    return ends + between + sum(sum(pair) for pair in halves)
 
 
 def layer_activations(cfg: K3Config, layer: int, plain: int) -> tuple[int, int]:
-    """What one (0-based) layer keeps, bytes a token: around its two modules, D wide, and inside them."""
-    D = cfg.hidden_size
-    mixed = cfg.attn_res_block_size is not None
-    # Before each module: the read's float32 copy, the normed value and its product with the norm's weight; after it,
-    # the running sum, which later reads need again.
-    read = D * (4 + 2 * plain) + 4 + (D * plain + 12 * depth_sources(cfg) if mixed else 0)
+    """What the two halves of a (0-based) layer keep, bytes a token: norm and token mixer, norm and channels."""
+    # A norm keeps a float32 copy of its input, the normed value, and the product with its weight.
+    norm = cfg.hidden_size * (4 + 2 * plain) + 4
     mixer = _kda_activations(cfg, plain) if cfg.kinds[layer] == "kda" else _mla_activations(cfg, plain)
     channels = _moe_activations(cfg, plain) if cfg.is_moe(layer) else 3 * plain * cfg.intermediate_size
-    return 2 * read, mixer + channels
+    return norm + mixer, norm + channels
 
 
 def _kda_activations(cfg: K3Config, plain: int) -> int:
