@@ -189,6 +189,8 @@ def plan(
     """Read all sources once and decide the fate of every document. `cache` holds the packages (None: the user's
     cache folder), `report` hears of what is skipped. Raises ValueError for a source that cannot be read or a
     validation share outside 0 to 0.5."""
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed: {seed}; expected 0 to 2**64 - 1")
     if not 0 <= validation <= 0.5:
         raise ValueError(f"validation: {validation}; expected a share from 0 to 0.5")
     seen: set[bytes] = set()

@@ -135,10 +135,9 @@ def prepare(
     """Write the folder described above and return its manifest. An interrupted run leaves a folder without a
     manifest, which the loader refuses; the next run writes it anew. Arguments as for `plan`."""
     folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
     progress("reading " + ", ".join(source.name for source in sources))
     plans = plan(sources, validation, seed, cache, report)
+    (folder / MANIFEST).unlink(missing_ok=True)  # from here on the folder is not whole
     written = {}
     for each in plans:
         progress(f"encoding {each.source.name}")

@@ -1,12 +1,16 @@
-"""A small tokenizer, trained once for all data tests."""
+"""A small tokenizer, trained once for all data tests; no deadline for generated examples on a busy machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from nanok3.data.tokenizer import Tokenizer, train_tokenizer
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 PROSE = Path(__file__).parents[1] / "fixtures" / "data" / "prose.txt"
 

@@ -75,6 +75,14 @@ def test_every_epoch_sees_every_prediction_once_in_another_order(sources: list[T
     assert orders[0] != orders[1] != orders[2]
 
 
+def test_every_epoch_has_its_own_order(sources: list[TokenSource]) -> None:
+    loader, orders = MixtureLoader(sources, [3.0, 1.0], 1, T), {}
+    while loader.streams[1].epoch < 3:
+        orders.update({(stream.source.name, stream.epoch): tuple(stream.order) for stream in loader.streams})
+        next(loader)
+    assert len(set(orders.values())) == len(orders) >= 6
+
+
 def test_rows_hold_the_documents_and_never_predict_across_them(sources: list[TokenSource]) -> None:
     loader = MixtureLoader(sources, [1.0, 1.0], batch_size=4, seq_len=T)
     by_name = {source.name: source for source in sources}

@@ -83,6 +83,11 @@ def test_a_byte_limit_takes_documents_by_hash(tmp_path: Path) -> None:
     assert names == sorted(names) and max(names) > 300 and min(names) < 100
 
 
+def test_a_byte_limit_keeps_the_validation_share(tmp_path: Path) -> None:
+    (split,) = kept([Source("a", 1.0, corpus(tmp_path / "a.jsonl", TEXTS).path, max_bytes=2000)], validation=0.25)
+    assert 0.1 < len(split["validation"]) / len([*split["validation"], *split["train"]]) < 0.4
+
+
 def test_what_is_skipped_is_reported_once_and_counted(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     corpus(tmp_path / "folder" / "a.jsonl", [*TEXTS[:5], " ", ""])
@@ -143,3 +148,5 @@ def test_mixture() -> None:
 def test_impossible_shares(share: float) -> None:
     with pytest.raises(ValueError, match=f"validation: {share}; expected a share from 0 to 0.5"):
         plan([], share)
+    with pytest.raises(ValueError, match="seed: -1; expected 0 to"):
+        plan([], seed=-1)

@@ -91,6 +91,9 @@ def test_an_interrupted_run_is_refused_and_repaired(
         if step == "encoding b":
             raise KeyboardInterrupt
 
+    with pytest.raises(ValueError, match="validation: 2"):
+        prepare(sources, tokenizer, tmp_path, validation=2.0)
+    assert Prepared(tmp_path).sources()  # a mistake in the arguments harms nothing
     with pytest.raises(KeyboardInterrupt):
         prepare(sources, tokenizer, tmp_path, report=lambda skipped: None, progress=interrupted)
     with pytest.raises(ValueError, match=r"manifest\.json: missing; the folder was not prepared, or not to the end"):

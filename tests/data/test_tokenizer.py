@@ -141,9 +141,13 @@ def test_long_texts_are_cut_like_the_official_ones(tokenizer: Tokenizer, text: s
 
 
 def test_the_cut_is_visible(tokenizer: Tokenizer) -> None:
-    """A token never spans the cut, so a run of 25,001 blanks ends in a lone one."""
-    ids = tokenizer.encode(" " * 25_001)
-    assert len(tokenizer.token_bytes(ids[-1])) == 1 and len(ids) == len(tokenizer.encode(" " * 25_000)) + 1
+    """A token never spans the cut: a pair that is one token elsewhere is two there."""
+    (pair,) = tokenizer.encode("he")
+    assert tokenizer.encode("x" * 24_998 + "he")[-1] == pair
+    assert [tokenizer.token_bytes(token) for token in tokenizer.encode("x" * 24_999 + "he")[-2:]] == [b"h", b"e"]
+    assert len(tokenizer.encode("  ")) == 1
+    assert len(tokenizer.encode(" " * 25_001)) == len(tokenizer.encode(" " * 25_000)) + 1
+    assert tokenizer.token_bytes(tokenizer.encode(" " * 25_001)[-1]) == b" "
 
 
 # decoding
