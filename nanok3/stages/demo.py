@@ -13,6 +13,7 @@ earlier run has finished. An interrupted training goes on where it stopped.
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import subprocess
@@ -24,7 +25,8 @@ from pathlib import Path
 
 MODEL = ("--preset", "small")
 """The model of the demo and how it is trained, found by measurement: docs/log.md has the search."""
-PROMPTS = {"prose": "**HAMLET**\n", "chat": "A: hi, how are you?\nB:", "code": "def add(a, b):\n"}
+PROMPTS = ("**HAMLET**\n", "A: hi, how are you?\nB:", "def add(a, b):\n")
+PROMPTS_FILE = "prompts.jsonl"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ def main(args: DemoArgs) -> None:
 
     console = Console(highlight=False)
     start = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    prompts = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
+    (args.out / PROMPTS_FILE).write_text(prompts, encoding="utf-8")
     steps = road(args)
     left = sum(step.seconds for step in steps if not step.done())
     console.print(
@@ -95,7 +100,7 @@ def road(args: DemoArgs) -> list[Step]:
     train = ["pretrain", "--data", str(data), "--out", str(run), *MODEL, "--train.minutes", f"{minutes:g}", *threads]
     if (run / "checkpoints").exists():
         train = ["pretrain", "--out", str(run), "--resume", *threads]
-    samples = ["generate", str(run), "--max-tokens", "80", "--temperature", "0.8", *threads]
+    samples = ["generate", str(run), "--max-tokens", "80", "--temperature", "0.8", "--seed", "1", *threads]
     return [
         Step(
             "Fetch real text and learn a tokenizer from it",
@@ -116,10 +121,7 @@ def road(args: DemoArgs) -> list[Step]:
             ["eval", str(run), "--data", str(data), *threads],
             (run / "final.json").exists,
         ),
-        *[
-            Step(f"A sample: {name}", 3, [*samples, "--prompt", prompt], lambda: False)
-            for name, prompt in PROMPTS.items()
-        ],
+        Step("Let it continue three texts", 10, [*samples, "--prompts-file", str(out / PROMPTS_FILE)], lambda: False),
     ]
 
 

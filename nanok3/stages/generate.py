@@ -126,7 +126,8 @@ def main(args: GenerateArgs) -> None:
         if answers is not None:
             answers.finish()
     finally:
-        print(summary(done, params), file=sys.stderr)
+        if done:
+            print(summary(done, params), file=sys.stderr)
 
 
 def answer(

@@ -368,7 +368,7 @@ def _show_picture(console: Console, picture: dict[str, Any] | None) -> None:
 
 def _cache_table(cfg: K3Config, cache: dict[str, Any]) -> Table:
     kda, mla = cfg.kinds.count("kda"), cfg.kinds.count("mla")
-    table = _table("", "numbers a layer", "bf16", "layers", "all, bf16", "all, float32")
+    table = _table("", "a layer", "bf16", "layers", "all, bf16", "all, float32")
     rows = (
         ("KDA state S", "recurrent_values_per_layer", kda),
         ("KDA convolution inputs", "convolution_values_per_layer", kda),
@@ -391,15 +391,15 @@ def _show_cache_sizes(console: Console, cache: dict[str, Any]) -> None:
 def _memory_table(cfg: K3Config, facts: dict[str, Any]) -> Table:
     cache, depth = facts["cache"], facts["depth"]
     table = _table("", "holds", "lives", "size", numbers=False)
-    weights = f"{decimal_bytes(facts['checkpoint']['bytes'])}, for all"
-    state = f"{binary_bytes(cache['kda_bytes_per_sequence'])} a sequence, whatever its length"
-    latents = f"{binary_bytes(cache['latent_bytes_per_token'])} a token read"
-    sources = f"{binary_bytes(depth['bytes_per_token'])} a token in flight ({_sources(cfg)})"
-    table.add_row("weights", "what training taught", "until the next training", weights)
+    weights = f"{decimal_bytes(facts['checkpoint']['bytes'])}, for all requests"
+    state = f"{binary_bytes(cache['kda_bytes_per_sequence'])}, however long"
+    sources = f"{binary_bytes(depth['bytes_per_token'])} a token in flight"
+    table.add_row("weights", "what training taught", "until trained again", weights)
     if cache["recurrent_values"]:
-        table.add_row("KDA state", "an editable summary of the sequence", "as long as the sequence", state)
+        table.add_row("KDA state", "an editable summary", "one sequence", state)
     if cache["latent_values_per_token"]:
-        table.add_row("MLA cache", "every token, compressed", "as long as the sequence", latents)
+        latents = f"{binary_bytes(cache['latent_bytes_per_token'])} a token"
+        table.add_row("MLA cache", "every token, compressed", "one sequence", latents)
     if cfg.attn_res_block_size is not None:
-        table.add_row("depth sources", "what earlier layers computed", "one forward pass", sources)
+        table.add_row("depth sources", "earlier layers' sums", "one forward pass", sources)
     return table

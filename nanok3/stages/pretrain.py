@@ -4,8 +4,8 @@
     nanok3 pretrain --out runs/first --resume          go on after Ctrl-C, kill -9 or a full disk
     nanok3 pretrain --config run.yaml --train.lr 2e-3  preset < YAML file < flags
 
-The run folder holds config.yaml (what was really used), metrics.jsonl, checkpoints/, report.html and, at the end, model/
-in the official layout with its tokenizer.
+The run folder holds config.yaml (what was really used), metrics.jsonl, checkpoints/, report.html and, at the end,
+model/ in the official layout with its tokenizer.
 """
 
 from __future__ import annotations

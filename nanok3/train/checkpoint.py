@@ -5,8 +5,8 @@
         trainer.pt        optimizer, balancing and clipping state, data position, random state, schedule
         manifest.json     sha256 of every file, written last
 
-A folder under its final name is complete: whatever kills the writer leaves at most a `.writing-*` folder, which the next
-save removes. Reading checks every hash.
+A folder under its final name is complete: whatever kills the writer leaves at most a `.writing-*` folder, which the
+next save removes. Reading checks every hash.
 """
 
 from __future__ import annotations

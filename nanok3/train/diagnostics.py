@@ -39,18 +39,6 @@ def diagnose(model: K3, input_ids: Int[Tensor, "B T"]) -> dict[str, Any]:
     }
 
 
-def parameter_counts(model: K3) -> dict[str, int]:
-    """{"total", "active"}: all parameters, and those that work on one token of text. Active leaves out the routed
-    experts that were not chosen, the embedding table (a token looks up one row) and the vision part; the release has
-    104.2 B by this count."""
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    experts = sum(n for name, n in sizes.items() if ".block_sparse_moe.experts." in name)
-    unused = sum(n for name, n in sizes.items() if name.startswith(("model.embed_tokens", "vision_tower", "mm_proj")))
-    cfg, total = model.cfg, sum(sizes.values())
-    idle = experts - experts * cfg.num_experts_per_token // cfg.num_experts if experts else 0
-    return {"total": total, "active": total - unused - idle}
-
-
 # ---------------------------------------------------------------------- depth
 
 

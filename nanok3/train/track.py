@@ -20,7 +20,7 @@ class Tracker:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         _end_last_line(path)
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
         self._board = _summary_writer(folder) if tensorboard else None
         self._wandb = _wandb_run(folder, config) if wandb else None
 
