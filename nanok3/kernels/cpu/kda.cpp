@@ -64,27 +64,39 @@ struct Task {
   int64_t sequence, head, key_head, begin, end;
 };
 
-// Everything of a chunk that does not depend on the state. hat = [K.E ; s Q.E] 2^58, inv = (K/E) 2^-58,
-// end = K . E_C/E. *_t are transposes: columns of 16 (or 2 x 16) tokens.
-struct Chunk {
-  float *k, *q, *decay;                 // (C, Kp): inputs, then decay = e^g
-  float *hat, *inv, *end;               // (2C, Kp), (C, Kp), (C, Kp)
-  float *hat_t, *inv_t, *end_t;         // (Kp, 2C), (Kp, C), (Kp, C)
-  float *E, *Einv, *F;                  // (C, Kp): E 2^58, 2^-58/E, E_C/E
-  float *total;                         // (Kp): E_C
-  float *nm, *l;                        // (2C, C): N over M, masked; (C, C): L
-  float *beta;                          // (C)
-  float *x, *vt;                        // (panels, C, P): V - (K.E) S and Vt
-  int64_t token;                        // first token and how many are real
-  int count;
+// What `prepare` makes of a chunk and only the recurrence reads: kept until the next chunk is prepared.
+struct Recurrence {
+  float *hat_t, *inv_t, *end;  // (Kp, 2C), (Kp, C), (C, Kp): transposes of hat and inv, and K . E_C/E
+  float* decay;                // (C, Kp): g, then e^g
 
-  static size_t floats(const Size& z) { return size_t(14) * C * z.Kp + z.Kp + 3 * C * C + C + 2 * size_t(z.panels) * C * P; }
+  static size_t floats(const Size& z) { return size_t(5) * C * z.Kp; }
 
   void place(Arena& arena, const Size& z) {
     size_t rows = size_t(C) * z.Kp;
-    for (float** p : {&k, &q, &decay, &inv, &end, &inv_t, &end_t, &E, &Einv, &F}) *p = arena.take(rows);
+    hat_t = arena.take(2 * rows), inv_t = arena.take(rows), end = arena.take(rows), decay = arena.take(rows);
+  }
+};
+
+// What the backward pass reads as well. hat = [K.E ; s Q.E] 2^58, inv = (K/E) 2^-58.
+struct Chunk {
+  float *k, *q;               // (C, Kp)
+  float *hat, *inv, *end_t;   // (2C, Kp), (C, Kp), (Kp, C)
+  float *E, *Einv, *F;        // (C, Kp): E 2^58, 2^-58/E, E_C/E
+  float* total;               // (Kp): E_C
+  float *nm, *l;              // (2C, C): N over M, masked; (C, C): L
+  float* beta;                // (C)
+  float *x, *vt;              // (panels, C, P): V - (K.E) S and Vt
+  int64_t token;              // first token and how many are real
+  int count;
+
+  static size_t floats(const Size& z) {
+    return size_t(9) * C * z.Kp + z.Kp + 3 * C * C + C + 2 * size_t(z.panels) * C * P;
+  }
+
+  void place(Arena& arena, const Size& z) {
+    size_t rows = size_t(C) * z.Kp;
+    for (float** p : {&k, &q, &inv, &end_t, &E, &Einv, &F}) *p = arena.take(rows);
     hat = arena.take(2 * rows);
-    hat_t = arena.take(2 * rows);
     total = arena.take(z.Kp);
     nm = arena.take(2 * C * C);
     l = arena.take(C * C);
@@ -94,13 +106,24 @@ struct Chunk {
   }
 };
 
-void read_keys(const Problem& p, const Size& z, const Task& t, Chunk& c) {
+// Inputs of the chunk at `token`, or nothing past the sequence's ends.
+void add_inputs(const Problem& p, const Task& t, int64_t token, Ahead& ahead) {
+  for (int64_t i = token; i >= t.begin && i < token + C && i < t.end; ++i) {
+    const int64_t key_row = (i * p.H + t.key_head) * p.K, row = i * p.HV + t.head;
+    ahead.add(p.k, key_row, p.k_type, int(p.K));
+    ahead.add(p.q, key_row, p.q_type, int(p.K));
+    ahead.add(p.log_decay, row * p.K, p.log_decay_type, int(p.K));
+    ahead.add(p.v, row * p.V, p.v_type, int(p.V));
+  }
+}
+
+void read_keys(const Problem& p, const Size& z, const Task& t, Chunk& c, float* decay) {
   for (int i = 0; i < C; ++i) {
     int64_t token = c.token + i;
     int row = i * z.Kp, n = i < c.count ? z.K : 0;
     read_row(p.k, (token * p.H + t.key_head) * p.K, p.k_type, n, z.Kp, c.k + row);
     read_row(p.q, (token * p.H + t.key_head) * p.K, p.q_type, n, z.Kp, c.q + row);
-    read_row(p.log_decay, (token * p.HV + t.head) * p.K, p.log_decay_type, n, z.Kp, c.decay + row);
+    read_row(p.log_decay, (token * p.HV + t.head) * p.K, p.log_decay_type, n, z.Kp, decay + row);
     c.beta[i] = i < c.count ? read_one(p.beta, token * p.HV + t.head, p.beta_type) : 0.0f;
   }
 }
@@ -108,17 +131,17 @@ void read_keys(const Problem& p, const Size& z, const Task& t, Chunk& c) {
 // Decay factors and the scaled keys and queries. Rows run down the tokens, so the running products are
 // plain vector recurrences over channels.
 template <bool kBackward>
-void scale_keys(const Size& z, float scale, Chunk& c) {
+void scale_keys(const Size& z, float scale, Chunk& c, Recurrence& rec) {
   const int Kp = z.Kp;
   for (int col = 0; col < Kp; col += W) {
     vf E = splat(SHIFT), F = splat(1.0f);
     UNROLL
     for (int i = 0; i < C; ++i) {
       int at = i * Kp + col;
-      vf decay = exp_nonpositive(load(c.decay + at)), k = load(c.k + at);
+      vf decay = exp_nonpositive(load(rec.decay + at)), k = load(c.k + at);
       E *= decay;
       vf inverse = 1.0f / E;
-      store(c.decay + at, decay);
+      store(rec.decay + at, decay);
       store(c.hat + at, k * E);
       store(c.hat + C * Kp + at, load(c.q + at) * scale * E);
       store(c.inv + at, k * inverse);
@@ -128,17 +151,17 @@ void scale_keys(const Size& z, float scale, Chunk& c) {
     UNROLL
     for (int i = C - 1; i >= 0; --i) {
       int at = i * Kp + col;
-      store(c.end + at, load(c.k + at) * F);
+      store(rec.end + at, load(c.k + at) * F);
       if (kBackward) store(c.F + at, F);
-      F *= load(c.decay + at);
+      F *= load(rec.decay + at);
     }
   }
 }
 
 // N = strict_lower(hat_k inv^T), M = lower(hat_q inv^T), L = Diag(beta) N. Masked entries may be as large
 // as e^80: they are replaced, never multiplied by zero.
-void pair_matrices(const Size& z, Chunk& c) {
-  product<1, C>(2 * C, z.Kp, c.hat_t, 2 * C, c.inv_t, C, [&](int r, int s, vf x) { store(c.nm + r * C + s, x); });
+void pair_matrices(const Size& z, const Recurrence& rec, Chunk& c) {
+  product<1, C>(2 * C, z.Kp, rec.hat_t, 2 * C, rec.inv_t, C, [&](int r, int s, vf x) { store(c.nm + r * C + s, x); });
   for (int i = 0; i < C; ++i)
     for (int j = 0; j < C; ++j) {
       float& n = c.nm[i * C + j];
@@ -150,16 +173,16 @@ void pair_matrices(const Size& z, Chunk& c) {
 }
 
 template <bool kBackward>
-void prepare(const Problem& p, const Size& z, const Task& t, int64_t token, Chunk& c) {
+void prepare(const Problem& p, const Size& z, const Task& t, int64_t token, Chunk& c, Recurrence& rec) {
   c.token = token;
   c.count = int(t.end - token < C ? t.end - token : C);
-  read_keys(p, z, t, c);
-  scale_keys<kBackward>(z, p.scale, c);
-  transpose(c.hat, z.Kp, C, z.Kp, c.hat_t, 2 * C);
-  transpose(c.hat + C * z.Kp, z.Kp, C, z.Kp, c.hat_t + C, 2 * C);
-  transpose(c.inv, z.Kp, C, z.Kp, c.inv_t, C);
-  if (kBackward) transpose(c.end, z.Kp, C, z.Kp, c.end_t, C);
-  pair_matrices(z, c);
+  read_keys(p, z, t, c, rec.decay);
+  scale_keys<kBackward>(z, p.scale, c, rec);
+  transpose(c.hat, z.Kp, C, z.Kp, rec.hat_t, 2 * C);
+  transpose(c.hat + C * z.Kp, z.Kp, C, z.Kp, rec.hat_t + C, 2 * C);
+  transpose(c.inv, z.Kp, C, z.Kp, rec.inv_t, C);
+  if (kBackward) transpose(rec.end, z.Kp, C, z.Kp, c.end_t, C);
+  pair_matrices(z, rec, c);
 }
 
 // (C, P) floats of one panel from rows of (tokens, HV, V); rows that do not exist are zero.
@@ -178,9 +201,9 @@ void write_panel(void* base, Type type, const Problem& p, const Size& z, const T
 
 // predicted = hat S: rows 0..15 what the decayed state returns for each key, 16..31 for each query (both 2^58).
 template <int kRows>
-void predict(const Size& z, const Chunk& c, const float* state, float* predicted) {
-  product<1, P>(kRows, z.Kp, c.hat_t, 2 * C, state, P,
-                [&](int r, int s, vf acc) { store(predicted + r * P + s, acc); });
+void predict(const Size& z, const Recurrence& rec, const float* state, float* predicted, Ahead& ahead) {
+  product<1, P>(
+      kRows, z.Kp, rec.hat_t, 2 * C, state, P, [&](int r, int s, vf acc) { store(predicted + r * P + s, acc); }, ahead);
 }
 
 // x = v - prediction; solve (I + L) vt = beta x by substitution; then out = q's prediction + M vt (in place of v).
@@ -213,11 +236,15 @@ void solve(const Chunk& c, const float* predicted, float* v, float* x, float* vt
 }
 
 // next = Diag(E_C) state + end^T vt
-void advance(const Size& z, const Chunk& c, const float* state, const float* vt, float* next) {
-  product<1, P>(z.Kp, C, c.end, z.Kp, vt, P, [&](int r, int s, vf acc) {
-    store(next + r * P + s, load(state + r * P + s) * c.total[r] + acc);
-  });
+void advance(const Size& z, const Chunk& c, const Recurrence& rec, const float* state, const float* vt, float* next,
+             Ahead& ahead) {
+  product<1, P>(
+      z.Kp, C, rec.end, z.Kp, vt, P,
+      [&](int r, int s, vf acc) { store(next + r * P + s, load(state + r * P + s) * c.total[r] + acc); }, ahead);
 }
+
+// Steps of `predict` and `advance` together, for a chunk.
+int recurrence_depth(const Size& z, int rows) { return z.panels * z.Kp * (rows / 8 + C / 8); }
 
 void read_state(const float* src, const Size& z, float* state) {  // (K, V) -> panels; null is zero
   memset(state, 0, z.state() * 4);
@@ -250,21 +277,26 @@ int64_t state_at(const Problem& p, const Task& t) { return (t.sequence * p.HV + 
 
 void forward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, void* o, float* final_state,
                   float* checkpoints) {
-  arena.reserve(Chunk::floats(z) + z.state() + 4 * C * P);
+  arena.reserve(Chunk::floats(z) + Recurrence::floats(z) + z.state() + 3 * C * P);
   Chunk c;
-  c.place(arena, z);
+  Recurrence rec;
+  Ahead ahead;
+  c.place(arena, z), rec.place(arena, z);
   float *state = arena.take(z.state()), *predicted = arena.take(2 * C * P), *v = arena.take(C * P);
   read_state(p.initial_state ? p.initial_state + state_at(p, t) : nullptr, z, state);
   for (int64_t token = t.begin, i = 0; token < t.end; token += C, ++i) {
     if (checkpoints && i && i % BLOCK == 0) memcpy(checkpoint(checkpoints, p, z, t, i / BLOCK), state, z.state() * 4);
-    prepare<false>(p, z, t, token, c);
+    prepare<false>(p, z, t, token, c, rec);
+    ahead.clear();
+    add_inputs(p, t, token + C, ahead);
+    ahead.spread_over(recurrence_depth(z, 2 * C));
     for (int panel = 0; panel < z.panels; ++panel) {
       float* s = state + size_t(panel) * z.Kp * P;
       read_panel(p.v, p.v_type, p, z, t, c, panel, v);
-      predict<2 * C>(z, c, s, predicted);
+      predict<2 * C>(z, rec, s, predicted, ahead);
       solve<true>(c, predicted, v, nullptr, c.vt);
       write_panel(o, p.v_type, p, z, t, c, panel, v);
-      advance(z, c, s, c.vt, s);
+      advance(z, c, rec, s, c.vt, s, ahead);
     }
   }
   write_state(state, z, final_state + state_at(p, t));
@@ -276,7 +308,7 @@ struct Scratch {
   float *d_state;              // (panels, Kp, P)
   float *dhat_t, *dend_t;      // (Kp, 2C), (Kp, C)
   float *dpair;                // (2C, C): dL over dM
-  float *dbeta, *dtotal;       // (C), (Kp)
+  float *dbeta, *dtotal;       // (C, W), (Kp, W): to be summed over W
   float *rows;                 // (2C, P): [-b dY ; dO]
   float *dy;                   // (2C, P): [-dY ; dO]
   float *dy_t, *vt_t;          // (P, 2C), (P, C)
@@ -285,14 +317,14 @@ struct Scratch {
   float *dhat, *dend, *out;    // (2C, Kp), (C, Kp), (3C, Kp)
 
   static size_t floats(const Size& z) {
-    return z.state() + size_t(13) * C * z.Kp + z.Kp + 16 + 6 * C * C + 12 * size_t(C) * P;
+    return z.state() + size_t(12) * C * z.Kp + z.Kp * W + C * W + 6 * C * C + 10 * size_t(C) * P;
   }
 
   void place(Arena& arena, const Size& z) {
     size_t rows16 = size_t(C) * z.Kp;
     d_state = arena.take(z.state());
     dhat_t = arena.take(2 * rows16), dend_t = arena.take(rows16);
-    dpair = arena.take(2 * C * C), dbeta = arena.take(C), dtotal = arena.take(z.Kp);
+    dpair = arena.take(2 * C * C), dbeta = arena.take(C * W), dtotal = arena.take(z.Kp * W);
     rows = arena.take(2 * C * P), dy = arena.take(2 * C * P), dy_t = arena.take(2 * C * P), vt_t = arena.take(C * P);
     predicted = arena.take(2 * C * P), v = arena.take(C * P);
     across = arena.take(3 * rows16), lower = arena.take(4 * C * C);
@@ -303,7 +335,6 @@ struct Scratch {
 // dVt = M^T dO + end dS;  (I + L)^T dY = dVt by substitution from the last token;  dX = b dY.
 void solve_transposed(const Chunk& c, const float* x, const float* d_vt, Scratch& s) {
   const float* m = c.nm + C * C;
-  vf dbeta[C] = {};
   for (int col = 0; col < P; col += W) {
     vf y[C];
     UNROLL
@@ -321,41 +352,56 @@ void solve_transposed(const Chunk& c, const float* x, const float* d_vt, Scratch
     UNROLL
     for (int i = 0; i < C; ++i) {
       vf dx = y[i] * c.beta[i];
-      dbeta[i] += y[i] * load(x + i * P + col);
+      store(s.dbeta + i * W, load(s.dbeta + i * W) + y[i] * load(x + i * P + col));
       store(s.dy + i * P + col, -y[i]);
       store(s.rows + i * P + col, -dx);
       store(s.rows + (C + i) * P + col, load(s.dy + (C + i) * P + col));
       store(s.v + i * P + col, dx);
     }
   }
-  for (int i = 0; i < C; ++i) s.dbeta[i] += sum(dbeta[i]);
 }
 
 // Everything of the chunk's chain rule that touches one panel of the state.
 void backward_panel(const Problem& p, const Size& z, const Task& t, const Gradients& g, const Chunk& c, int panel,
-                    const float* state, Scratch& s) {
+                    const float* state, Scratch& s, Ahead& ahead) {
   const float *x = c.x + panel * C * P, *vt = c.vt + panel * C * P;
   float* d_state = s.d_state + size_t(panel) * z.Kp * P;
   read_panel(g.d_o, p.v_type, p, z, t, c, panel, s.dy + C * P);
-  product<1, P>(C, z.Kp, c.end_t, C, d_state, P, [&](int r, int q, vf acc) { store(s.predicted + r * P + q, acc); });
+  product<1, P>(
+      C, z.Kp, c.end_t, C, d_state, P, [&](int r, int q, vf acc) { store(s.predicted + r * P + q, acc); }, ahead);
   solve_transposed(c, x, s.predicted, s);
   write_panel(g.dv, p.v_type, p, z, t, c, panel, s.v);
   transpose(s.dy, P, 2 * C, P, s.dy_t, 2 * C);
   transpose(vt, P, C, P, s.vt_t, C);
-  product<1, C>(2 * C, P, s.dy_t, 2 * C, s.vt_t, C,
-                [&](int r, int q, vf acc) { store(s.dpair + r * C + q, load(s.dpair + r * C + q) + acc); });
-  product<P, C>(z.Kp, P, d_state, 1, s.vt_t, C,
-                [&](int r, int q, vf acc) { store(s.dend_t + r * C + q, load(s.dend_t + r * C + q) + acc); });
-  product<P, 2 * C>(z.Kp, P, state, 1, s.dy_t, 2 * C,
-                    [&](int r, int q, vf acc) { store(s.dhat_t + r * 2 * C + q, load(s.dhat_t + r * 2 * C + q) + acc); });
-  for (int r = 0; r < z.Kp; ++r) {
-    vf dot = {};
-    for (int col = 0; col < P; col += W) dot += load(state + r * P + col) * load(d_state + r * P + col);
-    s.dtotal[r] += sum(dot);
+  auto add_to = [](float* base, int stride) {
+    return [=](int r, int q, vf acc) { store(base + r * stride + q, load(base + r * stride + q) + acc); };
+  };
+  product<1, C>(2 * C, P, s.dy_t, 2 * C, s.vt_t, C, add_to(s.dpair, C));
+  product<P, C>(z.Kp, P, d_state, 1, s.vt_t, C, add_to(s.dend_t, C), ahead);
+  product<P, 2 * C>(z.Kp, P, state, 1, s.dy_t, 2 * C, add_to(s.dhat_t, 2 * C), ahead);
+  product<1, P>(
+      z.Kp, 2 * C, c.hat, z.Kp, s.rows, P,
+      [&](int r, int q, vf acc) {
+        vf d = load(d_state + r * P + q);
+        store(s.dtotal + r * W, load(s.dtotal + r * W) + load(state + r * P + q) * d);
+        store(d_state + r * P + q, d * c.total[r] + acc * UNSHIFT);
+      },
+      ahead);
+}
+
+// Steps of those products, for a chunk.
+int backward_depth(const Size& z) { return z.panels * z.Kp * (C / 8 + 3 * P / 8); }
+
+// dO of a chunk and where its gradients go.
+void add_outputs(const Problem& p, const Task& t, const Gradients& g, const Chunk& c, Ahead& ahead) {
+  for (int64_t i = c.token; i < c.token + c.count; ++i) {
+    const int64_t row = i * p.HV + t.head;
+    ahead.add(g.d_o, row * p.V, p.v_type, int(p.V));
+    ahead.add(g.dv, row * p.V, p.v_type, int(p.V));
+    ahead.add(g.dq, row * p.K, g.dq_type, int(p.K));
+    ahead.add(g.dk, row * p.K, g.dk_type, int(p.K));
+    ahead.add(g.dlog_decay, row * p.K, p.log_decay_type, int(p.K));
   }
-  product<1, P>(z.Kp, 2 * C, c.hat, z.Kp, s.rows, P, [&](int r, int q, vf acc) {
-    store(d_state + r * P + q, load(d_state + r * P + q) * c.total[r] + acc * UNSHIFT);
-  });
 }
 
 // Gradients through N and M: across = [dN inv ; dM inv ; dN^T hat_k + dM^T hat_q], strict pairs only; dbeta from L.
@@ -369,7 +415,7 @@ void backward_pairs(const Size& z, const Chunk& c, Scratch& s) {
       left[j * 2 * C + i] = right[i * C + j] = c.beta[i] * dl;
       left[j * 2 * C + C + i] = right[(C + i) * C + j] = dm;
     }
-    s.dbeta[i] += db;
+    s.dbeta[i * W] += db;
   }
   for (int col = 0; col < z.Kp; col += C) {
     product<1, C>(2 * C, C, left, 2 * C, c.inv + col, z.Kp,
@@ -384,7 +430,9 @@ void backward_pairs(const Size& z, const Chunk& c, Scratch& s) {
 void backward_keys(const Size& z, float scale, const Chunk& c, Scratch& s) {
   const int Kp = z.Kp, rows = C * Kp;
   for (int col = 0; col < Kp; col += W) {
-    vf dg = load(c.total + col) * load(s.dtotal + col), kept = {};
+    float through_state[W];
+    for (int j = 0; j < W; ++j) through_state[j] = sum(load(s.dtotal + (col + j) * W));
+    vf dg = load(c.total + col) * load(through_state), kept = {};
     UNROLL
     for (int i = 0; i < C; ++i) {
       int at = i * Kp + col;
@@ -415,16 +463,16 @@ void write_gradients(const Problem& p, const Size& z, const Task& t, const Gradi
     write_row(g.dq, row * p.K, g.dq_type, z.K, s.out + i * z.Kp);
     write_row(g.dk, row * p.K, g.dk_type, z.K, s.out + (C + i) * z.Kp);
     write_row(g.dlog_decay, row * p.K, p.log_decay_type, z.K, s.out + (2 * C + i) * z.Kp);
-    write_one(g.dbeta, row, p.beta_type, s.dbeta[i]);
+    write_one(g.dbeta, row, p.beta_type, sum(load(s.dbeta + i * W)));
   }
 }
 
 void backward_chunk(const Problem& p, const Size& z, const Task& t, const Gradients& g, const Chunk& c,
-                    const float* state, Scratch& s) {
-  for (float* zeroed : {s.dhat_t, s.dhat_t + C * z.Kp, s.dend_t}) memset(zeroed, 0, size_t(C) * z.Kp * 4);
-  memset(s.dpair, 0, 2 * C * C * 4), memset(s.dbeta, 0, C * 4), memset(s.dtotal, 0, size_t(z.Kp) * 4);
+                    const float* state, Scratch& s, Ahead& ahead) {
+  memset(s.dhat_t, 0, size_t(2) * C * z.Kp * 4), memset(s.dend_t, 0, size_t(C) * z.Kp * 4);
+  memset(s.dpair, 0, 2 * C * C * 4), memset(s.dbeta, 0, C * W * 4), memset(s.dtotal, 0, size_t(z.Kp) * W * 4);
   for (int panel = 0; panel < z.panels; ++panel)
-    backward_panel(p, z, t, g, c, panel, state + size_t(panel) * z.Kp * P, s);
+    backward_panel(p, z, t, g, c, panel, state + size_t(panel) * z.Kp * P, s, ahead);
   transpose(s.dhat_t, 2 * C, z.Kp, 2 * C, s.dhat, z.Kp);
   transpose(s.dend_t, C, z.Kp, C, s.dend, z.Kp);
   backward_pairs(z, c, s);
@@ -433,30 +481,36 @@ void backward_chunk(const Problem& p, const Size& z, const Task& t, const Gradie
 }
 
 // Chunks of one block with the state before each: states[i] leads to states[i + 1].
-void recompute(const Problem& p, const Size& z, const Task& t, int64_t begin, int count, Chunk* chunks, float* states,
-               Scratch& s) {
+void recompute(const Problem& p, const Size& z, const Task& t, const Gradients& g, int64_t begin, int count,
+               Chunk* chunks, Recurrence& rec, float* states, Scratch& s, Ahead& ahead) {
   for (int i = 0; i < count; ++i) {
     Chunk& c = chunks[i];
-    prepare<true>(p, z, t, begin + i * C, c);
+    prepare<true>(p, z, t, begin + i * C, c, rec);
+    ahead.clear();
+    if (i + 1 < count) add_inputs(p, t, c.token + C, ahead);
+    else add_outputs(p, t, g, c, ahead);
+    ahead.spread_over(recurrence_depth(z, C));
     for (int panel = 0; panel < z.panels; ++panel) {
       float* state = states + i * z.state() + size_t(panel) * z.Kp * P;
       float *x = c.x + panel * C * P, *vt = c.vt + panel * C * P;
       read_panel(p.v, p.v_type, p, z, t, c, panel, s.v);
-      predict<C>(z, c, state, s.predicted);
+      predict<C>(z, rec, state, s.predicted, ahead);
       solve<false>(c, s.predicted, s.v, x, vt);
-      if (i + 1 < count) advance(z, c, state, vt, state + z.state());
+      if (i + 1 < count) advance(z, c, rec, state, vt, state + z.state(), ahead);
     }
   }
 }
 
 void backward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, const Gradients& g,
                    const float* checkpoints) {
-  arena.reserve(BLOCK * (Chunk::floats(z) + z.state()) + Scratch::floats(z));
+  arena.reserve(BLOCK * (Chunk::floats(z) + z.state()) + Recurrence::floats(z) + Scratch::floats(z));
   Chunk chunks[BLOCK];
   for (Chunk& c : chunks) c.place(arena, z);
   float* states = arena.take(BLOCK * z.state());
+  Recurrence rec;
   Scratch s;
-  s.place(arena, z);
+  Ahead ahead;
+  rec.place(arena, z), s.place(arena, z);
   read_state(g.d_final ? g.d_final + state_at(p, t) : nullptr, z, s.d_state);
   for (int64_t block = blocks_of(t) - 1; block >= 0; --block) {
     int64_t begin = t.begin + block * C * BLOCK, left = (t.end - begin + C - 1) / C;
@@ -465,8 +519,14 @@ void backward_task(const Problem& p, const Size& z, const Task& t, Arena& arena,
       memcpy(states, checkpoint(const_cast<float*>(checkpoints), p, z, t, block), z.state() * 4);
     else
       read_state(p.initial_state ? p.initial_state + state_at(p, t) : nullptr, z, states);
-    recompute(p, z, t, begin, count, chunks, states, s);
-    for (int i = count - 1; i >= 0; --i) backward_chunk(p, z, t, g, chunks[i], states + i * z.state(), s);
+    recompute(p, z, t, g, begin, count, chunks, rec, states, s, ahead);
+    for (int i = count - 1; i >= 0; --i) {
+      ahead.clear();
+      if (i) add_outputs(p, t, g, chunks[i - 1], ahead);
+      else add_inputs(p, t, begin - BLOCK * C, ahead);
+      ahead.spread_over(backward_depth(z));
+      backward_chunk(p, z, t, g, chunks[i], states + i * z.state(), s, ahead);
+    }
   }
   if (g.d_initial) write_state(s.d_state, z, g.d_initial + state_at(p, t));
 }

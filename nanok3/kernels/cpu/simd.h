@@ -46,9 +46,13 @@ INLINE vf splat(float x) {
 }
 
 INLINE float sum(vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
   float total = 0;
   for (int i = 0; i < W; ++i) total += x[i];
   return total;
+#endif
 }
 
 // e^x for x <= 0 to about one unit in the last place (Cephes: x = n ln 2 + r, polynomial in r); e^0 is 1.
@@ -151,11 +155,42 @@ INLINE void transpose(const float* src, ptrdiff_t lds, int rows, int cols, float
     for (int j = 0; j < cols; j += 16) transpose16(src + i * lds + j, lds, dst + j * ldd + i, ldd);
 }
 
+// Rows that will be used soon, asked for a few cache lines at a time between the tiles of a product: they lie
+// too far apart for the processor to guess them, and asked for at once they would wait for each other.
+class Ahead {
+ public:
+  void clear() { rows_ = row_ = byte_ = lines_ = 0; }
+  void add(const void* base, int64_t at, Type type, int n) {
+    int size = type == kFloat32 ? 4 : 2;
+    start_[rows_] = static_cast<const char*>(base) + at * size;
+    bytes_[rows_++] = n * size;
+    lines_ += (n * size + 63) / 64;
+  }
+  // The products in between have `depth` steps in all.
+  void spread_over(int depth) { per_16_steps_ = (lines_ * 16 + depth - 1) / depth; }
+  INLINE void during(int depth) {
+    for (int n = depth * per_16_steps_ / 16; n > 0 && row_ < rows_; --n) {
+      __builtin_prefetch(start_[row_] + byte_, 0, 3);
+      byte_ += 64;
+      if (byte_ >= bytes_[row_]) byte_ = 0, ++row_;
+    }
+  }
+
+ private:
+  static constexpr int kMost = 80;
+  const char* start_[kMost];
+  int bytes_[kMost], rows_ = 0, row_ = 0, byte_ = 0, lines_ = 0, per_16_steps_ = 0;
+};
+
+struct NothingAhead {
+  void during(int) {}
+};
+
 // The product every kernel is made of: for r < m, s < N:  acc[r][s] = sum_{p<n} a[p*ap + r*RS] * b[p*bp + s],
 // handed to done(r, s, acc) one vector at a time. A tile of MR rows x NV vectors stays in registers.
 // m is a multiple of 8, N of 16.
-template <int RS, int N, class Done>
-INLINE void product(int m, int n, const float* a, ptrdiff_t ap, const float* b, ptrdiff_t bp, Done done) {
+template <int RS, int N, class Done, class Fetch>
+INLINE void product(int m, int n, const float* a, ptrdiff_t ap, const float* b, ptrdiff_t bp, Done done, Fetch& ahead) {
   constexpr int NV = N / W < (W == 4 ? 4 : 2) ? N / W : (W == 4 ? 4 : 2);
   constexpr int MR = W == 16 ? 8 : 4;
   for (int row = 0; row < m; row += MR)
@@ -181,7 +216,14 @@ INLINE void product(int m, int n, const float* a, ptrdiff_t ap, const float* b, 
       for (int r = 0; r < MR; ++r)
         UNROLL
         for (int s = 0; s < NV; ++s) done(row + r, col + s * W, acc[r][s]);
+      ahead.during(n);
     }
+}
+
+template <int RS, int N, class Done>
+INLINE void product(int m, int n, const float* a, ptrdiff_t ap, const float* b, ptrdiff_t bp, Done done) {
+  NothingAhead nothing;
+  product<RS, N>(m, n, a, ap, b, bp, done, nothing);
 }
 
 // Scratch memory of one thread, kept between calls: fresh pages cost more than the arithmetic on them.
