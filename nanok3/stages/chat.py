@@ -99,7 +99,7 @@ def main(args: ChatArgs) -> None:
         print("/help lists the commands.")
     elif isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    show = printer(sys.stdout)
+    show = printer()
     while (line := read_line(terminal)) is not None and line.strip() not in ("/quit", "/exit"):
         if line.startswith("/") and not line.startswith("//"):
             print(command(chat, line), flush=True)

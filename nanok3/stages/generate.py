@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -120,9 +120,11 @@ def main(args: GenerateArgs) -> None:
     try:
         for index, prompt in enumerate(prompts):
             if answers is None or not answers.has(index):
-                done.append(answer(args, opened, prompt, params, _progress(index, len(prompts)), answers, index))
-            if done and done[-1].finish_reason == "interrupted":
-                raise KeyboardInterrupt
+                if len(prompts) > 1:
+                    print(f"[{index + 1}/{len(prompts)}]", file=sys.stderr)
+                done.append(answer(args, opened, index, prompt, params, answers))
+                if done[-1].finish_reason == "interrupted":
+                    raise KeyboardInterrupt
         if answers is not None:
             answers.finish()
     finally:
@@ -131,20 +133,12 @@ def main(args: GenerateArgs) -> None:
 
 
 def answer(
-    args: GenerateArgs,
-    opened: OpenModel,
-    prompt: str,
-    params: SamplingParams,
-    progress: str,
-    answers: Answers | None,
-    index: int,
+    args: GenerateArgs, opened: OpenModel, index: int, prompt: str, params: SamplingParams, answers: Answers | None
 ) -> Completion:
     """Answer one prompt and put it where the flags say."""
     from nanok3.serve.generate import generate
 
-    if progress:
-        print(progress, file=sys.stderr)
-    show = None if args.json or answers else printer(sys.stdout)
+    show = None if args.json or answers else printer()
     completion = generate(opened.model, opened.tokenizer, prompt, params, None, show, args.prefill_chunk)
     record = record_of(index, prompt, completion, settings(args, params))
     if answers is not None:
@@ -285,11 +279,12 @@ def _line(record: dict[str, Any]) -> str:
 # ---------------------------------------------------------------------- what the user sees
 
 
-def printer(stream: TextIO) -> Callable[[str], None]:
-    """Prints pieces of text at once. On a terminal control characters are shown, not obeyed; a character that the
-    stream's encoding lacks becomes a question mark."""
+def printer() -> Callable[[str], None]:
+    """Writes pieces of text to stdout at once. On a terminal control characters are shown, not obeyed; a character
+    that the encoding lacks becomes a question mark."""
     from nanok3.serve.generate import visible
 
+    stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
     terminal = stream.isatty()
@@ -299,10 +294,6 @@ def printer(stream: TextIO) -> Callable[[str], None]:
         stream.flush()
 
     return show
-
-
-def _progress(index: int, total: int) -> str:
-    return f"[{index + 1}/{total}]" if total > 1 else ""
 
 
 def summary(done: list[Completion], params: SamplingParams) -> str:
