@@ -264,8 +264,9 @@ def largest(works: Callable[[int], bool], most: int) -> int:
 
 
 def largest_context(plan: Plan, room: float) -> int:
-    """Tokens a sequence, at most the config's max_position_embeddings."""
-    return largest(lambda n: fits(replace(plan, context=n), room), plan.cfg.max_position_embeddings)
+    """Tokens a sequence, at most the config's max_position_embeddings or what was asked for."""
+    most = max(plan.context, plan.cfg.max_position_embeddings)
+    return largest(lambda n: fits(replace(plan, context=n), room), most)
 
 
 def largest_batch(plan: Plan, room: float) -> int:

@@ -214,6 +214,8 @@ def show(title: str, cfg: K3Config, facts: dict[str, Any]) -> None:
     _show_checkpoint(console, facts)
     _heading(console, "Arithmetic, operations a token")
     console.print(_flops_table(facts))
+    if any(int(tokens) > cfg.max_position_embeddings for tokens in facts["flops_per_token"]):
+        console.print(f"The config is made for at most {cfg.max_position_embeddings:,} tokens.")
     _show_picture(console, facts["picture"])
     _heading(console, "Caches, a sequence")
     console.print(_cache_table(cfg, facts["cache"]))
@@ -391,10 +393,10 @@ def _show_cache_sizes(console: Console, cache: dict[str, Any]) -> None:
 def _memory_table(cfg: K3Config, facts: dict[str, Any]) -> Table:
     cache, depth = facts["cache"], facts["depth"]
     table = _table("", "holds", "lives", "size", numbers=False)
-    weights = f"{decimal_bytes(facts['checkpoint']['bytes'])}, for all requests"
-    state = f"{binary_bytes(cache['kda_bytes_per_sequence'])}, however long"
-    sources = f"{binary_bytes(depth['bytes_per_token'])} a token in flight"
-    table.add_row("weights", "what training taught", "until trained again", weights)
+    weights = f"{decimal_bytes(facts['checkpoint']['bytes'])}, shared by all"
+    state = f"{binary_bytes(cache['kda_bytes_per_sequence'])}, fixed"
+    sources = f"{binary_bytes(depth['bytes_per_token'])} a token"
+    table.add_row("weights", "what training taught", "until retrained", weights)
     if cache["recurrent_values"]:
         table.add_row("KDA state", "an editable summary", "one sequence", state)
     if cache["latent_values_per_token"]:

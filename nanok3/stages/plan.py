@@ -162,6 +162,8 @@ def show(title: str, plan: Plan, facts: dict[str, Any]) -> None:
     console.print(_needs(facts))
     if plan.devices > 1:
         console.print(_layout(plan, facts["split"]))
+    if plan.context > plan.cfg.max_position_embeddings:
+        console.print(f"The config is made for at most {plan.cfg.max_position_embeddings:,} tokens.")
     console.print()
     if facts["memory"] is None:
         _show_device_counts(console, facts)
