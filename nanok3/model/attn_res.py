@@ -96,9 +96,17 @@ def mix(
     query: Float[Tensor, "1 D"],
     eps: float,
 ) -> Float[Tensor, "B T D"]:
-    """`mix_reference` without stacking the sources."""
-    mixed: Tensor = _Mix.apply(norm, query, eps, *sources)
-    return mixed
+    """`mix_reference` without stacking the sources; in one pass on a CPU."""
+    mixed = _mix_cpu(sources, norm, query, eps)
+    return _Mix.apply(norm, query, eps, *sources) if mixed is None else mixed
+
+
+def _mix_cpu(sources: Sequence[Tensor], norm: Tensor, query: Tensor, eps: float) -> Tensor | None:
+    """The C++ form, or None where it does not apply: another device, float64, no compiler."""
+    from nanok3.kernels import attn_res_cpu
+
+    mixed = attn_res_cpu.mix(sources, norm, query, eps)
+    return None if mixed is NotImplemented else mixed
 
 
 class DepthSources:
