@@ -1,7 +1,8 @@
 """`nanok3 COMMAND`: each command is one file in stages/, a dataclass of arguments and a `main`.
 
 Only the command that runs is imported, so that `--help` answers at once. A user's mistake is a ValueError with the
-field and the value; it is printed without a traceback and ends with status 2.
+field and the value; it is printed without a traceback and ends with status 2, and so is what the system refuses (a
+full disk, a missing optional package).
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ def main(argv: list[str] | None = None) -> int:
         else:
             arguments = tyro.cli(getattr(stage, command.arguments), args=argv[1:], prog=f"nanok3 {argv[0]}")
         stage.main(arguments)
-    except ValueError as error:
-        print(f"nanok3 {argv[0]}: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `nanok3 ... | head` closed the pipe
         sys.stderr.close()
         return 0
+    except (ValueError, OSError, ImportError) as error:
+        print(f"nanok3 {argv[0]}: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

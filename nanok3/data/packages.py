@@ -69,21 +69,21 @@ def _remove_stale(cache: Path) -> None:
 
 
 def _download(package: Package, folder: str) -> Path:
-    """Let pip put the wheel into `folder`; RuntimeError with pip's last line if it cannot."""
+    """Let pip put the wheel into `folder`; OSError with pip's last line if it cannot."""
     requirement = f"{package.name}=={package.version}"
     options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--no-input", "--quiet"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, requirement]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise RuntimeError(f"could not download {requirement} with pip: {last}")
+        raise OSError(f"could not download {requirement} with pip: {last}")
     (wheel,) = Path(folder).iterdir()
     return wheel
 
 
 def fetch(package: Package, cache: Path | None = None) -> Path:
     """The package's wheel in `cache` (by default `cache_folder()`), downloaded if it is not there or damaged.
-    Raises RuntimeError if pip fails and ValueError if what came is not the pinned file."""
+    Raises OSError if pip fails and ValueError if what came is not the pinned file."""
     cache = cache or cache_folder()
     path = cache / f"{package.name}-{package.version}.whl"
     if path.exists() and _sha256(path) == package.sha256:

@@ -25,8 +25,8 @@ from nanok3.config import K3Config
 from nanok3.model.basics import Linear, RMSNorm, at_least_float32, check_cu_seqlens
 from nanok3.model.cache import LatentCache
 
-QUERY_BLOCK = 256
-"""Queries whose scores against the whole cache are held at once in the absorbed form."""
+SCORES_AT_ONCE = 1 << 26
+"""Scores that the absorbed form holds at a time: 256 MiB in float32."""
 
 
 def causal_attention_reference(
@@ -46,17 +46,19 @@ def causal_attention(
     scale: float,
     cu_seqlens: Int[Tensor, " n1"] | None = None,
 ) -> Float[Tensor, "B T H V"]:
-    """The same for T = S without a T x T matrix, document by document. The result stays float32: rounding the output
-    before the gate has a bias that training picks up (report 2.1)."""
+    """The same for T = S without a T x T matrix, document by document. V is padded to K channels, since torch's fused
+    attention on a CPU wants both alike and else falls back to the whole matrix. The result stays float32: rounding the
+    output before the gate has a bias that training picks up (report 2.1)."""
+    channels = v.shape[-1]
+    v = F.pad(v, (0, max(0, q.shape[-1] - channels)))
     q, k, v = (at_least_float32(x).transpose(1, 2) for x in (q, k, v))
     bounds = [0, q.shape[2]] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[2])
-    parts = [
-        F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], is_causal=True, scale=scale)
-        for a, b in zip(bounds, bounds[1:])
-        if b > a
-    ]
+    # Split, not sliced: the backward of a split writes each gradient once, that of a slice fills the whole row anew.
+    lengths = [end - start for start, end in zip(bounds, bounds[1:])]
+    documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)))
+    parts = [F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale) for qkv in documents if qkv[0].shape[2]]
     o = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) if parts else v
-    return o.transpose(1, 2)
+    return o[..., :channels].transpose(1, 2)
 
 
 def latent_attention(
@@ -72,9 +74,10 @@ def latent_attention(
     q_nope, q_rope, rows, kv_b = (at_least_float32(x) for x in (q_nope, q_rope, latents, kv_b))
     queries = torch.cat((torch.einsum("bthn,hnl->bthl", q_nope, kv_b[:, :nope]), q_rope), dim=-1)
     before = rows.shape[1] - queries.shape[1]
+    size = max(1, SCORES_AT_ONCE // (rows.shape[0] * queries.shape[2] * max(rows.shape[1], 1)))
     read = []
-    for start in range(0, queries.shape[1], QUERY_BLOCK):
-        block = queries[:, start : start + QUERY_BLOCK]
+    for start in range(0, queries.shape[1], size):
+        block = queries[:, start : start + size]
         visible = rows[:, : before + start + block.shape[1]]
         scores = scale * torch.einsum("bthl,bsl->bhts", block, visible)
         if block.shape[1] > 1:

@@ -99,7 +99,7 @@ def test_the_result_stays_float32_under_bfloat16():
 @pytest.mark.parametrize(("tokens", "keys"), [(1, 1), (1, 12), (5, 12), (12, 12), (4, 9)])
 def test_item_21_absorbed_equals_expanded(tokens, keys, block, monkeypatch):
     """Item 21: reading the latents directly gives the same numbers, in any block of queries."""
-    monkeypatch.setattr(mla_module, "QUERY_BLOCK", block)
+    monkeypatch.setattr(mla_module, "SCORES_AT_ONCE", block * 2 * 3 * keys)  # B, H of the tensors below
     heads, nope, rope, V, rank = 3, 4, 2, 5, 7
     q_nope, q_rope = torch.randn(2, tokens, heads, nope).double(), torch.randn(2, tokens, heads, rope).double()
     rows = torch.randn(2, keys, rank + rope).double()
