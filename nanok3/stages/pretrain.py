@@ -100,21 +100,36 @@ def from_yaml(path: Path, default: PretrainArgs) -> PretrainArgs:
     if not isinstance(values, dict) or not isinstance(values.get("train", {}), dict):
         raise ValueError(f"--config: {path} must hold a mapping of settings, and `train` another")
     train = _known(path, "train.", values.pop("train", {}), TrainSettings)
-    values = _known(path, "", values, PretrainArgs)
-    for name in ("out", "data"):
-        if name in values:
-            values[name] = Path(values[name])
-    for name in ("mixture", "set"):
-        values[name] = tuple(values.get(name) or ())
-    return replace(default, **values, train=replace(default.train, **train))
+    return replace(default, **_known(path, "", values, PretrainArgs), train=replace(default.train, **train))
 
 
 def _known(path: Path, prefix: str, values: dict[str, Any], record: type) -> dict[str, Any]:
-    names = [f.name for f in fields(record)]
-    unknown = sorted(set(values) - set(names))
+    types = {f.name: str(f.type) for f in fields(record)}
+    unknown = sorted(set(values) - set(types))
     if unknown:
-        raise ValueError(f"--config: {path} has unknown settings {[prefix + u for u in unknown]}; allowed: {names}")
-    return dict(values)
+        raise ValueError(f"--config: {path} has unknown settings {[prefix + u for u in unknown]}; allowed: {[*types]}")
+    return {name: _typed(f"--config: {path}: {prefix}{name}", value, types[name]) for name, value in values.items()}
+
+
+def _typed(where: str, value: Any, annotation: str) -> Any:
+    """A YAML value as the dataclass wants it: whole numbers serve as floats, and so does 1e-3, which YAML reads as
+    text. ValueError names the setting otherwise."""
+    if annotation == "tuple[str, ...]":
+        if not isinstance(value, list):
+            raise ValueError(f"{where} is {value!r}; it must be a list")
+        return tuple(map(str, value))
+    wanted = annotation.split(" | ")
+    if value is None and "None" in wanted:
+        return None
+    convert = {"int": int, "float": float, "bool": bool, "str": str, "Path": Path}[wanted[0]]
+    exact = type(value) is convert or (convert is Path and isinstance(value, str))
+    number = convert is float and type(value) in (int, str)
+    try:
+        if exact or number:
+            return convert(value)
+    except ValueError:
+        pass
+    raise ValueError(f"{where} is {value!r}; it must be {annotation}")
 
 
 def model_config(args: PretrainArgs, vocab_size: int) -> K3Config:

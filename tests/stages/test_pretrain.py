@@ -1,0 +1,176 @@
+"""`nanok3 pretrain` as a user runs it: settings from three places, a run, a kill, and going on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from nanok3.cli import main
+from nanok3.data.plan import Source
+from nanok3.data.prepared import prepare
+from nanok3.data.tokenizer import train_tokenizer
+from nanok3.model.weights import load
+from nanok3.stages.pretrain import PretrainArgs, model_config, parse
+
+MODEL = ["--preset", "tiny", "--depth", "4", "--set", "num_experts=4", "hidden_size=64"]
+TRAIN = ["--train.batch-size", "2", "--train.seq-len", "32", "--train.precision", "float32", "--train.eval-every", "4"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrain")
+    (folder / "text").mkdir()
+    texts = [f"{n} times {n + i} is {n * (n + i)}, said the clerk.\n" * 4 for n in range(12) for i in range(5)]
+    for number, text in enumerate(texts):
+        (folder / "text" / f"{number:03}.txt").write_text(text)
+    prepare([Source("sums", path=folder / "text")], train_tokenizer(texts, 540), folder / "data")
+    return folder / "data"
+
+
+def run(data: Path, out: Path, *flags: str) -> int:
+    return main(["pretrain", "--data", str(data), "--out", str(out), *MODEL, *TRAIN, *flags])
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def test_flags_over_yaml_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: tiny\nout: from-yaml\ntrain: {minutes: 3, lr: 5e-1, seed: 7}\n")
+    args = parse(["--config", str(file), "--train.lr", "0.25", "--depth", "6"])
+    assert (args.preset, args.out, args.depth) == ("tiny", Path("from-yaml"), 6)
+    assert (args.train.lr, args.train.seed, args.train.minutes) == (0.25, 7, 3)
+    assert args.train.grad_clip == PretrainArgs().train.grad_clip
+
+
+def test_steps_on_the_command_line_replace_minutes_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {minutes: 3}\n")
+    args = parse([f"--config={file}", "--train.steps=5"])
+    assert (args.train.steps, args.train.minutes) == (5, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("preste: tiny\n", "unknown settings .*preste"),
+        ("train: {learning_rate: 1}\n", r"unknown settings .*train\.learning_rate"),
+        ("- a list\n", "must hold a mapping"),
+        ("a: [1\n", "not valid YAML"),
+        ("train: 3\n", "must hold a mapping"),
+        ("train: {lr: fast}\n", r"train\.lr is 'fast'; it must be float"),
+        ("train: {batch_size: 2.5}\n", r"train\.batch_size is 2\.5; it must be int"),
+        ("set: num_experts=4\n", r"set is 'num_experts=4'; it must be a list"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=rf"run\.yaml.*{message}|{message}"):
+        parse(["--config", str(file)])
+
+
+def test_model_config() -> None:
+    cfg = model_config(PretrainArgs(preset="small", depth=6, set=("num_experts=8", "latent_moe_use_norm=false")), 700)
+    assert (cfg.num_hidden_layers, cfg.num_experts, cfg.vocab_size) == (6, 8, 700)
+    assert cfg.latent_moe_use_norm is False and cfg.bos_token_id == 700 - 256
+    with pytest.raises(ValueError, match="'experts' is no field of the config; allowed: .*num_experts"):
+        model_config(PretrainArgs(set=("experts=8",)), 700)
+    with pytest.raises(ValueError, match="preset is 'huge'; allowed: tiny, small, base, k3"):
+        model_config(PretrainArgs(preset="huge"), 700)
+    with pytest.raises(ValueError, match="num_experts_per_token"):
+        model_config(PretrainArgs(set=("num_experts=1",)), 700)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def test_a_run_from_start_to_model(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], unchecked) -> None:
+    out = tmp_path / "run"
+    assert run(data, out, "--train.steps", "6", "--train.save-every", "3") == 0
+    printed = capsys.readouterr().out
+    assert "parameters, each with one rule" in printed and "bits/byte" in printed
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    assert config["settings"]["train"]["steps"] == 6 and config["command"].startswith("nanok3 ")
+    assert json.loads((out / "model" / "nanok3.json").read_text())["stage"] == "pretrain"
+    assert (out / "report.html").read_text().lstrip().lower().startswith("<!doctype html>")
+    model = load(out / "model", dtype=torch.float32)
+    assert model.cfg.num_hidden_layers == 4
+    assert main(["generate", str(out), "3 times", "--max-tokens", "4", "--seed", "0"]) == 0
+
+
+def test_an_old_run_is_not_overwritten(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], unchecked
+) -> None:
+    out = tmp_path / "run"
+    assert run(data, out, "--train.steps", "2") == 0
+    assert run(data, out, "--train.steps", "2") == 2
+    assert "add --resume, or choose another folder" in capsys.readouterr().err
+
+
+def test_length_is_asked_for(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(data, tmp_path / "run") == 2
+    assert "--train.steps N or --train.minutes M" in capsys.readouterr().err
+
+
+def test_unknown_source_in_the_mixture(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(data, tmp_path / "run", "--train.steps", "2", "--mixture", "prose:1") == 2
+    assert "'prose' is no source of" in capsys.readouterr().err
+
+
+def start(data: Path, out: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "nanok3",
+        "pretrain",
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        *MODEL,
+        *TRAIN,
+        *flags,
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def killed_and_resumed(data: Path, folder: Path, steps: int, save_every: int, kill_at: int) -> None:
+    """A run that is killed with kill -9 after `kill_at` steps and resumed ends with the weights of one that was not."""
+    common = ["--train.steps", str(steps), "--train.save-every", str(save_every), "--threads", "1"]
+    assert start(data, folder / "whole", *common).wait() == 0
+    process = start(data, folder / "killed", *common)
+    metrics = folder / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count('"train"') < kill_at:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    resumed = start(data, folder / "killed", "--resume", *common)
+    assert resumed.wait() == 0, resumed.stdout.read()
+    whole = load(folder / "whole" / "model")
+    again = load(folder / "killed" / "model")
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    a, b = (sorted((folder / r / "checkpoints").iterdir())[-1] / "model" for r in ("whole", "killed"))
+    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+
+
+def test_kill_and_resume_is_the_same_run(data: Path, tmp_path: Path) -> None:
+    killed_and_resumed(data, tmp_path, steps=12, save_every=4, kill_at=6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kill_and_resume_is_the_same_run_over_200_steps(data: Path, tmp_path: Path) -> None:
+    killed_and_resumed(data, tmp_path, steps=200, save_every=50, kill_at=110)
