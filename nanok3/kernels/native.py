@@ -26,7 +26,7 @@ log = logging.getLogger("nanok3")
 SOURCES = Path(__file__).parent / "cpu"
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
-# The first set a compiler accepts: Apple's has no OpenMP, some ARM compilers know only -mcpu.
+# The first set a compiler knows: Apple's has no OpenMP, some ARM compilers know only -mcpu.
 TUNING_FLAGS = (
     ("-march=native", "-fopenmp"),
     ("-mcpu=native", "-fopenmp"),
@@ -103,21 +103,40 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-")
     os.close(handle)
     try:
-        for tuning in TUNING_FLAGS:
-            command = [compiler, *COMMON_FLAGS, *tuning, str(source), "-o", temporary]
-            result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_SECONDS)
-            if result.returncode == 0:
-                break
-        else:
-            reason = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
-            raise BuildError(f"{compiler} failed on {source.name}: {reason}")
+        tuning = _accepted_flags(compiler, temporary)
+        failure = _run(compiler, tuning, source, temporary)
+        if failure is not None:
+            raise BuildError(f"{compiler} failed on {source.name}: {failure}")
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{compiler} took more than {BUILD_SECONDS} s on {source.name}") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _accepted_flags(compiler: str, output: str) -> tuple[str, ...]:
+    """The first of TUNING_FLAGS with which the compiler makes a library of nothing. A kernel that fails with these
+    is a failure: trying weaker ones would hide it behind a library many times slower."""
+    failure = None
+    for tuning in TUNING_FLAGS:
+        failure = _run(compiler, tuning, Path(os.devnull), output)
+        if failure is None:
+            return tuning
+        log.info("%s does not take %s: %s", compiler, " ".join(tuning), failure)
+    raise BuildError(f"{compiler} compiles nothing at all: {failure}")
+
+
+def _run(compiler: str, tuning: tuple[str, ...], source: Path, output: str) -> str | None:
+    """None, or one line that says why the compiler failed."""
+    command = [compiler, *COMMON_FLAGS, *tuning, "-x", "c++", str(source), "-o", output]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"it took more than {BUILD_SECONDS} s"
+    if result.returncode == 0:
+        return None
+    lines = result.stderr.splitlines() or [f"exit status {result.returncode}"]
+    return next((line for line in lines if "error" in line), lines[0])
 
 
 class _locked:

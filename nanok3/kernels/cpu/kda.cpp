@@ -6,9 +6,11 @@
 //   (I + L) Vt = Diag(b) (V - (K.E) S),   L = Diag(b) strict_lower((K.E) (K/E)^T)   (substitution)
 //   O = s (Q.E) S + M Vt,                 M = lower(s (Q.E) (K/E)^T)
 //   S <- Diag(E_C) S + (K . E_C/E)^T Vt
-// Gates lie in [-5, 0], so E >= e^-80 and 1/E <= e^80; both are stored times a power of two (E 2^58,
+// K3's gates lie in [-5, 0], so E >= e^-80 and 1/E <= e^80; both are stored times a power of two (E 2^58,
 // 2^-58/E), which keeps every factor within e^+-40 and is exact. E is a running product, 1/E its
 // reciprocal: a pair's decay E_i/E_j then errs by i - j roundings only, and no row looks at a later token.
+// Older gates have no bound; for them (any_gate) the pair's decay is the product of the gates between, taken
+// pair by pair without any division.
 //
 // The state is kept in panels of P = 32 value columns ([panel][K][32]): a panel stays in the first-level
 // cache while a chunk reads and updates it. K is padded to 16 and V to 32 with zeros, a short last chunk
@@ -30,14 +32,16 @@ constexpr float UNSHIFT = 1.0f / 288230376151711744.0f;
 }  // namespace
 
 // One call's inputs. q, k (tokens, H, K); v (tokens, HV, V); log_decay (tokens, HV, K); beta (tokens, HV);
-// initial_state (N, HV, K, V) float32 or null; sequence n is the tokens offsets[n] to offsets[n + 1].
+// initial_state (N, HV, K, V) float32 or null; sequence n is the tokens offsets[n] to offsets[n + 1], or, without
+// offsets, the n-th `tokens` tokens.
 struct Problem {
   const void *q, *k, *v, *log_decay, *beta;
   const float* initial_state;
   const int64_t* offsets;
-  int64_t sequences, H, HV, K, V, threads;
+  int64_t sequences, tokens, H, HV, K, V, threads;
   float scale;
   Type q_type, k_type, v_type, log_decay_type, beta_type;
+  int32_t any_gate;  // gates may be below -5
 };
 
 struct Gradients {
@@ -77,7 +81,8 @@ struct Recurrence {
   }
 };
 
-// What the backward pass reads as well. hat = [K.E ; s Q.E] 2^58, inv = (K/E) 2^-58.
+// What the backward pass reads as well. hat = [K.E ; s Q.E] 2^58, inv = (K/E) 2^-58; with any gate allowed inv is
+// e^g itself and Einv is 1.
 struct Chunk {
   float *k, *q;               // (C, Kp)
   float *hat, *inv, *end_t;   // (2C, Kp), (C, Kp), (Kp, C)
@@ -131,7 +136,7 @@ void read_keys(const Problem& p, const Size& z, const Task& t, Chunk& c, float* 
 // Decay factors and the scaled keys and queries. Rows run down the tokens, so the running products are
 // plain vector recurrences over channels.
 template <bool kBackward>
-void scale_keys(const Size& z, float scale, Chunk& c, Recurrence& rec) {
+void scale_keys(const Problem& p, const Size& z, Chunk& c, Recurrence& rec) {
   const int Kp = z.Kp;
   for (int col = 0; col < Kp; col += W) {
     vf E = splat(SHIFT), F = splat(1.0f);
@@ -140,11 +145,11 @@ void scale_keys(const Size& z, float scale, Chunk& c, Recurrence& rec) {
       int at = i * Kp + col;
       vf decay = exp_nonpositive(load(rec.decay + at)), k = load(c.k + at);
       E *= decay;
-      vf inverse = 1.0f / E;
+      vf inverse = p.any_gate ? splat(1.0f) : 1.0f / E;
       store(rec.decay + at, decay);
       store(c.hat + at, k * E);
-      store(c.hat + C * Kp + at, load(c.q + at) * scale * E);
-      store(c.inv + at, k * inverse);
+      store(c.hat + C * Kp + at, load(c.q + at) * p.scale * E);
+      store(c.inv + at, p.any_gate ? decay : k * inverse);
       if (kBackward) store(c.E + at, E), store(c.Einv + at, inverse);
     }
     store(c.total + col, E * UNSHIFT);
@@ -158,10 +163,34 @@ void scale_keys(const Size& z, float scale, Chunk& c, Recurrence& rec) {
   }
 }
 
-// N = strict_lower(hat_k inv^T), M = lower(hat_q inv^T), L = Diag(beta) N. Masked entries may be as large
-// as e^80: they are replaced, never multiplied by zero.
-void pair_matrices(const Size& z, const Recurrence& rec, Chunk& c) {
+// [N ; M] as one product of scaled rows, nothing masked yet.
+void bounded_pairs(const Size& z, const Recurrence& rec, Chunk& c) {
   product<1, C>(2 * C, z.Kp, rec.hat_t, 2 * C, rec.inv_t, C, [&](int r, int s, vf x) { store(c.nm + r * C + s, x); });
+}
+
+// The same for any gate: column j from k_j decayed on to each later token.
+void unbounded_pairs(const Problem& p, const Size& z, Chunk& c, float* decayed) {
+  for (int j = 0; j < C; ++j) {
+    memcpy(decayed, c.k + j * z.Kp, size_t(z.Kp) * 4);
+    for (int i = j; i < C; ++i) {
+      vf n = {}, m = {};
+      for (int col = 0; col < z.Kp; col += W) {
+        const int at = i * z.Kp + col;
+        vf x = load(decayed + col);
+        if (i > j) x *= load(c.inv + at);
+        store(decayed + col, x);
+        n += x * load(c.k + at);
+        m += x * load(c.q + at);
+      }
+      c.nm[i * C + j] = sum(n);
+      c.nm[(C + i) * C + j] = sum(m) * p.scale;
+    }
+  }
+}
+
+// N strictly lower, M lower, L = Diag(beta) N. Masked entries may be as large as e^80: they are replaced, never
+// multiplied by zero.
+void mask_pairs(Chunk& c) {
   for (int i = 0; i < C; ++i)
     for (int j = 0; j < C; ++j) {
       float& n = c.nm[i * C + j];
@@ -177,12 +206,17 @@ void prepare(const Problem& p, const Size& z, const Task& t, int64_t token, Chun
   c.token = token;
   c.count = int(t.end - token < C ? t.end - token : C);
   read_keys(p, z, t, c, rec.decay);
-  scale_keys<kBackward>(z, p.scale, c, rec);
+  scale_keys<kBackward>(p, z, c, rec);
   transpose(c.hat, z.Kp, C, z.Kp, rec.hat_t, 2 * C);
   transpose(c.hat + C * z.Kp, z.Kp, C, z.Kp, rec.hat_t + C, 2 * C);
-  transpose(c.inv, z.Kp, C, z.Kp, rec.inv_t, C);
   if (kBackward) transpose(rec.end, z.Kp, C, z.Kp, c.end_t, C);
-  pair_matrices(z, rec, c);
+  if (p.any_gate) {
+    unbounded_pairs(p, z, c, rec.inv_t);
+  } else {
+    transpose(c.inv, z.Kp, C, z.Kp, rec.inv_t, C);
+    bounded_pairs(z, rec, c);
+  }
+  mask_pairs(c);
 }
 
 // (C, P) floats of one panel from rows of (tokens, HV, V); rows that do not exist are zero.
@@ -404,9 +438,9 @@ void add_outputs(const Problem& p, const Task& t, const Gradients& g, const Chun
   }
 }
 
-// Gradients through N and M: across = [dN inv ; dM inv ; dN^T hat_k + dM^T hat_q], strict pairs only; dbeta from L.
-void backward_pairs(const Size& z, const Chunk& c, Scratch& s) {
-  float *left = s.lower, *right = s.lower + 2 * C * C;  // left (C, 2C): [dN^T | dM^T]; right (2C, C): [dN ; dM]
+// dN and dM, strict pairs only, both ways round: left (C, 2C) = [dN^T | dM^T], right (2C, C) = [dN ; dM]; and
+// what beta gets through L.
+void split_pairs(const Chunk& c, float* left, float* right, Scratch& s) {
   for (int i = 0; i < C; ++i) {
     float db = 0;
     for (int j = 0; j < C; ++j) {
@@ -417,17 +451,42 @@ void backward_pairs(const Size& z, const Chunk& c, Scratch& s) {
     }
     s.dbeta[i * W] += db;
   }
+}
+
+// Gradients of keys and queries through N and M, up to the factors E and Einv of their row:
+// across = [dN inv ; dM inv ; dN^T hat_k + dM^T hat_q].
+void bounded_across(const Size& z, const Chunk& c, const float* left, const float* right, float* across) {
   for (int col = 0; col < z.Kp; col += C) {
     product<1, C>(2 * C, C, left, 2 * C, c.inv + col, z.Kp,
-                  [&](int r, int q, vf acc) { store(s.across + r * z.Kp + col + q, acc); });
+                  [&](int r, int q, vf acc) { store(across + r * z.Kp + col + q, acc); });
     product<1, C>(C, 2 * C, right, C, c.hat + col, z.Kp,
-                  [&](int r, int q, vf acc) { store(s.across + (2 * C + r) * z.Kp + col + q, acc); });
+                  [&](int r, int q, vf acc) { store(across + (2 * C + r) * z.Kp + col + q, acc); });
+  }
+}
+
+// The same for any gate, factors included.
+void unbounded_across(const Problem& p, const Size& z, const Chunk& c, const float* right, float* across) {
+  for (int col = 0; col < z.Kp; col += W) {
+    vf rows[2 * C] = {};
+    for (int j = 0; j < C; ++j) {
+      vf decay = splat(1.0f), k = load(c.k + j * z.Kp + col), column = {};
+      for (int i = j + 1; i < C; ++i) {
+        const int at = i * z.Kp + col;
+        const float dn = right[i * C + j], dm = right[(C + i) * C + j];
+        decay *= load(c.inv + at);
+        rows[i] += k * decay * dn;
+        rows[C + i] += k * decay * dm;
+        column += decay * (load(c.k + at) * dn + load(c.q + at) * (dm * p.scale));
+      }
+      store(across + (2 * C + j) * z.Kp + col, column);
+    }
+    for (int i = 0; i < 2 * C; ++i) store(across + i * z.Kp + col, rows[i]);
   }
 }
 
 // dq, dk, dg of a chunk from the parts, into s.out (3C, Kp). A gate at token r acts on pairs i >= r > j only:
 // a sum from the end over row minus column terms, one from the start over what reaches the final state.
-void backward_keys(const Size& z, float scale, const Chunk& c, Scratch& s) {
+void backward_keys(const Problem& p, const Size& z, const Chunk& c, Scratch& s) {
   const int Kp = z.Kp, rows = C * Kp;
   for (int col = 0; col < Kp; col += W) {
     float through_state[W];
@@ -444,11 +503,11 @@ void backward_keys(const Size& z, float scale, const Chunk& c, Scratch& s) {
     UNROLL
     for (int i = C - 1; i >= 0; --i) {
       int at = i * Kp + col;
-      vf k = load(c.k + at), q = load(c.q + at), E = load(c.E + at);
-      vf dq = E * scale * (load(s.dhat + rows + at) * UNSHIFT + load(s.across + rows + at));
-      vf row = E * (load(s.dhat + at) * (UNSHIFT * c.beta[i]) + load(s.across + at));
+      vf k = load(c.k + at), q = load(c.q + at), E = load(c.E + at), pair = p.any_gate ? splat(1.0f) : E;
+      vf dq = (E * (load(s.dhat + rows + at) * UNSHIFT) + pair * load(s.across + rows + at)) * p.scale;
+      vf row = E * (load(s.dhat + at) * (UNSHIFT * c.beta[i])) + pair * load(s.across + at);
       vf column = load(c.Einv + at) * load(s.across + 2 * rows + at);
-      float diagonal = scale * s.dpair[(C + i) * C + i];
+      float diagonal = p.scale * s.dpair[(C + i) * C + i];
       dg += q * dq + k * (row - column);
       store(s.out + 2 * rows + at, load(s.out + 2 * rows + at) + dg);
       store(s.out + at, dq + k * diagonal);
@@ -475,8 +534,11 @@ void backward_chunk(const Problem& p, const Size& z, const Task& t, const Gradie
     backward_panel(p, z, t, g, c, panel, state + size_t(panel) * z.Kp * P, s, ahead);
   transpose(s.dhat_t, 2 * C, z.Kp, 2 * C, s.dhat, z.Kp);
   transpose(s.dend_t, C, z.Kp, C, s.dend, z.Kp);
-  backward_pairs(z, c, s);
-  backward_keys(z, p.scale, c, s);
+  float *left = s.lower, *right = s.lower + 2 * C * C;
+  split_pairs(c, left, right, s);
+  if (p.any_gate) unbounded_across(p, z, c, right, s.across);
+  else bounded_across(z, c, left, right, s.across);
+  backward_keys(p, z, c, s);
   write_gradients(p, z, t, g, c, s);
 }
 
@@ -542,7 +604,8 @@ void for_each_task(const Problem& p, Run run) {
   for (int64_t i = 0; i < tasks; ++i) {
     static thread_local Arena arena;
     int64_t n = i / p.HV, head = i % p.HV;
-    run(Task{n, head, head / (p.HV / p.H), p.offsets[n], p.offsets[n + 1]}, arena);
+    int64_t begin = p.offsets ? p.offsets[n] : n * p.tokens, end = p.offsets ? p.offsets[n + 1] : begin + p.tokens;
+    run(Task{n, head, head / (p.HV / p.H), begin, end}, arena);
   }
 }
 
