@@ -61,7 +61,15 @@ def open_model(path: Path, dtype: str = "auto", device: str = "auto") -> OpenMod
         dtype = "float32" if device == "cpu" else "bfloat16"
     folder = model_folder(path)
     tokenizer = Tokenizer.load(_tokenizer_folder(folder))
-    return OpenModel(load(folder, DTYPES[dtype], device), tokenizer, folder, stage_of(folder))
+    model = load(folder, DTYPES[dtype], device)
+    _warm_up(model)
+    return OpenModel(model, tokenizer, folder, stage_of(folder))
+
+
+@torch.no_grad()
+def _warm_up(model: K3) -> None:
+    """Read one token and forget it: the first pass builds and loads kernels, which would count as reading a prompt."""
+    model.hidden_states(torch.zeros(1, 1, dtype=torch.int64, device=model.lm_head.weight.device))
 
 
 def model_folder(path: Path) -> Path:

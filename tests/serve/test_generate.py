@@ -62,6 +62,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes | list[int]], N
     return script
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler, even where the tests run in the background and ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def whole_forward_greedy(model: K3, tokenizer: Tokenizer, ids: list[int], count: int) -> list[int]:
     """The slow reference: a full forward pass for every token."""
     ids, allowed = list(ids), torch.ones(model.cfg.vocab_size, dtype=torch.bool)
@@ -328,6 +336,7 @@ def test_interrupt_while_showing_keeps_what_was_said(model: K3, tokenizer: Token
     assert cut.ids + rest.ids == whole.ids
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_in_the_middle_of_a_forward_pass_leaves_a_whole_state(model: K3, tokenizer: Tokenizer) -> None:
     params = replace(GREEDY, logit_bias=ASCII)
     whole = generate(model, tokenizer, "abc", params)
@@ -347,6 +356,7 @@ def test_a_signal_in_the_middle_of_a_forward_pass_leaves_a_whole_state(model: K3
     assert cut.ids + rest.ids == whole.ids
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_while_the_prompt_is_read(model: K3, tokenizer: Tokenizer) -> None:
     calls = itertools.count()
 
