@@ -224,9 +224,10 @@ class Answers:
         if resume:
             for file in (self.out, self.partial):
                 self._take(file)
+            self._rewrite(self.partial)
         elif self.partial.exists():
             raise ValueError(f"out: {self.partial} holds an interrupted run; add --resume, or delete it")
-        self._rewrite(self.partial)
+        out.parent.mkdir(parents=True, exist_ok=True)
 
     def has(self, index: int) -> bool:
         return index in self.records and self.records[index]["finish_reason"] != "interrupted"
@@ -241,7 +242,7 @@ class Answers:
     def finish(self) -> None:
         """All are answered: FILE takes its name, whole and in order."""
         self._rewrite(self.out)
-        self.partial.unlink()
+        self.partial.unlink(missing_ok=True)
 
     def _rewrite(self, path: Path) -> None:
         from nanok3.data.files import write_file

@@ -140,6 +140,14 @@ def test_an_interrupt_keeps_what_was_said_and_resume_does_the_rest(
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_a_model_that_does_not_load_leaves_no_traces(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        main(arguments(tmp_path / "missing", text="x", out=tmp_path / "new" / "out"))
+    assert list((tmp_path / "new").iterdir()) == []
+    main(arguments(run, text="x", out=tmp_path / "new" / "out"))
+    assert len(answers(tmp_path / "new" / "out")) == 1
+
+
 def test_resume_refuses_other_prompts_and_other_files(run: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("one\n")
     main(arguments(run, prompts_file=tmp_path / "p.txt", out=tmp_path / "out"))
