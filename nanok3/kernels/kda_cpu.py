@@ -3,9 +3,8 @@
     S_t = (I - beta_t k_t k_t^T) Diag(exp(log_decay_t)) S_{t-1} + beta_t k_t v_t^T,   o_t = scale S_t^T q_t
 
 Inputs are finished tensors (q and k normalised, log_decay and beta activated), float32 or bf16 in any mix; sums
-and the state are float32. By default log_decay must lie in [-5, 0] as K3's does: the kernel divides by a 16-token
-product of decays, e^-80 at least, which overflows further down. The values are not looked at; a caller whose gates
-have no bound (the older softplus gate) says `bounded=False` and gets a somewhat slower form that takes any gate <= 0.
+and the state are float32. Any log_decay <= 0 is taken: decays are products of the gates between two tokens, never
+quotients, so neither K3's bound of -5 nor any other is needed. A log_decay above 0 is not checked for and wrong.
 
 What the kernel cannot take (other types or devices, no compiler) returns NotImplemented, and the caller falls
 back to its torch form. Both passes are torch custom operators (`nanok3::kda_fwd`, `nanok3::kda_bwd`), so that
@@ -37,7 +36,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "log_decay", "beta", "initial_state", "offsets")),
         *((name, ctypes.c_int64) for name in ("sequences", "tokens", "H", "HV", "K", "V", "threads")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("q_type", "k_type", "v_type", "log_decay_type", "beta_type", "any_gate")),
+        *((name, ctypes.c_int32) for name in ("q_type", "k_type", "v_type", "log_decay_type", "beta_type")),
     ]
 
 
@@ -60,13 +59,12 @@ def kda(
     output_final_state: bool = False,
     cu_seqlens: Int[Tensor, " boundaries"] | None = None,
     scale: float | None = None,
-    bounded: bool = True,
 ) -> tuple[Float[Tensor, "B T HV V"], Float[Tensor, "N HV K V"] | None] | NotImplementedType:
     """KDA over whole sequences, differentiable in every tensor; NotImplemented where the kernel does not apply.
 
-    HV is a multiple of H; cu_seqlens (N + 1,) int packs N sequences into B = 1; scale defaults to K^-0.5; bounded
-    says that log_decay lies in [-5, 0]. Returns o in v's type and the float32 state after each sequence (None unless
-    asked for). Raises ValueError for shapes or boundaries that do not fit together.
+    HV is a multiple of H; cu_seqlens (N + 1,) int packs N sequences into B = 1; scale defaults to K^-0.5. Returns
+    o in v's type and the float32 state after each sequence (None unless asked for). Raises ValueError for shapes or
+    boundaries that do not fit together.
     """
     inputs = (q, k, v, log_decay, beta)
     if not _supported(inputs, initial_state):
@@ -76,9 +74,9 @@ def kda(
     tracked = inputs if initial_state is None else (*inputs, initial_state)
     if through_torch(*tracked):
         save = torch.is_grad_enabled() and any(x.requires_grad for x in tracked)
-        o, final_state, _ = torch.ops.nanok3.kda_fwd(*inputs, initial_state, cu_seqlens, scale, save, bounded)
+        o, final_state, _ = torch.ops.nanok3.kda_fwd(*inputs, initial_state, cu_seqlens, scale, save)
     else:
-        o, final_state, _ = forward(*inputs, initial_state, cu_seqlens, scale, False, bounded)
+        o, final_state, _ = forward(*inputs, initial_state, cu_seqlens, scale, False)
     return o, final_state if output_final_state else None
 
 
@@ -91,7 +89,7 @@ def step(
     state: Float[Tensor, "B HV K V"],
     scale: float | None = None,
 ) -> Float[Tensor, "B 1 HV V"] | NotImplementedType:
-    """One decode token for every sequence, any gate <= 0: returns o in v's type and moves `state` (float32,
+    """One decode token for every sequence: returns o in v's type and moves `state` (float32,
     contiguous) on in place. No gradients. NotImplemented where the kernel does not apply, `state` untouched."""
     inputs = (q, k, v, log_decay, beta)
     if not _supported(inputs, state) or not state.is_contiguous() or q.shape[1] != 1:
@@ -112,10 +110,9 @@ def forward(
     cu_seqlens: Tensor | None,
     scale: float,
     save_for_backward: bool,
-    bounded: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, the final state and the states saved for `backward` (none unless asked for). Shapes as in `kda`."""
-    call = _Call((q, k, v, log_decay, beta), initial_state, cu_seqlens, scale, bounded)
+    call = _Call((q, k, v, log_decay, beta), initial_state, cu_seqlens, scale)
     o, final_state, checkpoints = _empty_outputs(q, v, cu_seqlens, save_for_backward)
     saved = checkpoints.data_ptr() if save_for_backward else None
     _library().kda_forward(call.address, o.data_ptr(), final_state.data_ptr(), saved)
@@ -134,10 +131,9 @@ def backward(
     checkpoints: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
-    bounded: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_decay, beta (in their types) and of the initial state (empty when there is none)."""
-    call = _Call((q, k, v, log_decay, beta), initial_state, cu_seqlens, scale, bounded)
+    call = _Call((q, k, v, log_decay, beta), initial_state, cu_seqlens, scale)
     do = do.to(v.dtype).contiguous()
     dfinal = None if dfinal is None else dfinal.float().contiguous()
     H, HV = q.shape[2], v.shape[2]
@@ -160,7 +156,7 @@ def backward(
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, scale: float) -> Tensor:
-    call = _Call((q, k, v, log_decay, beta), None, None, scale, False)
+    call = _Call((q, k, v, log_decay, beta), None, None, scale)
     o = v.new_empty(v.shape)
     _library().kda_step(call.address, state.data_ptr(), o.data_ptr())
     return o
@@ -236,7 +232,6 @@ class _Call:
         initial_state: Tensor | None,
         cu_seqlens: Tensor | None,
         scale: float,
-        bounded: bool,
     ):
         inputs = tuple(x.contiguous() for x in inputs)
         q, _, v, _, _ = inputs
@@ -256,7 +251,6 @@ class _Call:
             torch.get_num_threads(),
             scale,
             *(DTYPES[x.dtype] for x in inputs),
-            not bounded,
         )
         self.address = ctypes.byref(self.problem)
 
@@ -282,8 +276,7 @@ _forward_op = torch.library.custom_op(
     forward,
     mutates_args=(),
     device_types="cpu",
-    schema=f"({_SCHEMA_INPUTS}, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool save_for_backward,"
-    " bool bounded)"
+    schema=f"({_SCHEMA_INPUTS}, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool save_for_backward)"
     " -> (Tensor, Tensor, Tensor)",
 )
 _backward_op = torch.library.custom_op(
@@ -292,7 +285,7 @@ _backward_op = torch.library.custom_op(
     mutates_args=(),
     device_types="cpu",
     schema=f"(Tensor do, Tensor? dfinal, {_SCHEMA_INPUTS}, Tensor? initial_state, Tensor checkpoints,"
-    " Tensor? cu_seqlens, float scale, bool bounded) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? cu_seqlens, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 _step_op = torch.library.custom_op(
     "nanok3::kda_step",
@@ -314,7 +307,6 @@ def _forward_fake(
     cu_seqlens: Tensor | None,
     scale: float,
     save_for_backward: bool,
-    bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_outputs(q, v, cu_seqlens, save_for_backward)
 
@@ -332,7 +324,6 @@ def _backward_fake(
     checkpoints: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
-    bounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dinitial = v.new_empty(0 if initial_state is None else initial_state.shape, dtype=torch.float32)
     dq, dk, dv, dlog_decay, dbeta = (x.new_empty(x.shape) for x in (q, k, v, log_decay, beta))
@@ -345,9 +336,9 @@ def _step_fake(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, scale, _, bounded = inputs
+    *tensors, scale, _ = inputs
     ctx.save_for_backward(*tensors, output[2])
-    ctx.scale, ctx.bounded = scale, bounded
+    ctx.scale = scale
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
 
@@ -356,9 +347,9 @@ def _autograd(ctx: Any, do: Tensor | None, dfinal: Tensor | None, _: Tensor | No
     q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do
     *gradients, dinitial = torch.ops.nanok3.kda_bwd(
-        do, dfinal, q, k, v, log_decay, beta, initial_state, checkpoints, cu_seqlens, ctx.scale, ctx.bounded
+        do, dfinal, q, k, v, log_decay, beta, initial_state, checkpoints, cu_seqlens, ctx.scale
     )
-    return *gradients, (None if initial_state is None else dinitial), None, None, None, None
+    return *gradients, (None if initial_state is None else dinitial), None, None, None
 
 
 _forward_op.register_autograd(_autograd, setup_context=_keep_for_backward)

@@ -70,8 +70,8 @@ def make(
     return [q, k, v, gates(kind, (B, T, HV, K), g), torch.rand(B, T, HV, generator=g), state]
 
 
-def run(inputs: list[Tensor], cu_seqlens: Tensor | None = None, bounded: bool = True) -> tuple[Tensor, Tensor]:
-    o, state = kda_cpu.kda(*inputs, output_final_state=True, cu_seqlens=cu_seqlens, bounded=bounded)
+def run(inputs: list[Tensor], cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    o, state = kda_cpu.kda(*inputs, output_final_state=True, cu_seqlens=cu_seqlens)
     return o, state
 
 
@@ -85,13 +85,11 @@ def relative(ours: Tensor, exact: Tensor) -> float:
     return ((ours.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
 
 
-def check(
-    inputs: list[Tensor], cu_seqlens: Tensor | None = None, bound: float = ORDINARY, bounded: bool = True
-) -> None:
+def check(inputs: list[Tensor], cu_seqlens: Tensor | None = None, bound: float = ORDINARY) -> None:
     """Outputs, final state and all six gradients within `bound` of the float64 loop."""
     ours = [x.detach().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    result, wanted = run(ours, cu_seqlens, bounded), loop(*exact, cu_seqlens)
+    result, wanted = run(ours, cu_seqlens), loop(*exact, cu_seqlens)
     errors = {name: relative(a, b) for name, a, b in zip(("o", "state"), result, wanted, strict=True)}
     got, want = gradients(result, ours), gradients(wanted, exact)
     errors |= {f"d{name}": relative(a, b) for name, a, b in zip(NAMES, got, want, strict=True)}
@@ -116,7 +114,7 @@ def test_extreme_gates(T: int, kind: str) -> None:
 @pytest.mark.parametrize("T", (1, 2, 17, 130))
 @pytest.mark.parametrize("size", ((2, 2, 32, 48), (1, 2, 20, 40)))
 def test_gates_without_a_bound(T: int, kind: str, size: tuple[int, int, int, int]) -> None:
-    check(make(1, T, size, kind), bound=ORDINARY, bounded=False)
+    check(make(1, T, size, kind))
 
 
 @pytest.mark.parametrize("noise", (0.0, 1e-3, 0.1))
@@ -242,14 +240,13 @@ def test_split_anywhere(cut: int) -> None:
 def test_prefix_invariance_bitwise(kind: str) -> None:
     """An output depends on no later token, not even on whether there is one, nor on what it holds."""
     *inputs, state = make(1, 70, (2, 2, 32, 48), kind)
-    bounded = kind != "sudden"
-    o, _ = run([*inputs, state], bounded=bounded)
+    o, _ = run([*inputs, state])
     for t in (1, 3, 15, 16, 17, 63, 64, 65, 69):
-        assert torch.equal(run([*(x[:, :t] for x in inputs), state], bounded=bounded)[0], o[:, :t])
+        assert torch.equal(run([*(x[:, :t] for x in inputs), state])[0], o[:, :t])
         changed = [x.clone() for x in inputs]
         for x in changed:
             x[:, t:] = float("nan")
-        assert torch.equal(run([*changed, state], bounded=bounded)[0][:, :t], o[:, :t])
+        assert torch.equal(run([*changed, state])[0][:, :t], o[:, :t])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -358,12 +355,12 @@ def test_operators_are_well_formed() -> None:
     inputs = [x.requires_grad_() for x in make(2, 20, (1, 2, 8, 8))]
     packed = [x.requires_grad_() for x in make(1, 70, (2, 2, 8, 8), N=3)]
     cu_seqlens = torch.tensor([0, 1, 1, 70])
-    torch.library.opcheck(torch.ops.nanok3.kda_fwd, (*inputs, None, 0.3, True, True))
-    torch.library.opcheck(torch.ops.nanok3.kda_fwd, (*packed, cu_seqlens, 0.3, True, True))
+    torch.library.opcheck(torch.ops.nanok3.kda_fwd, (*inputs, None, 0.3, True))
+    torch.library.opcheck(torch.ops.nanok3.kda_fwd, (*packed, cu_seqlens, 0.3, True))
     with torch.no_grad():
         o, final, saved = kda_cpu.forward(*packed, cu_seqlens, 0.3, True)
         plain = [x.detach() for x in packed]
-    torch.library.opcheck(torch.ops.nanok3.kda_bwd, (o, final, *plain, saved, cu_seqlens, 0.3, True))
+    torch.library.opcheck(torch.ops.nanok3.kda_bwd, (o, final, *plain, saved, cu_seqlens, 0.3))
     token = [x.detach()[:, :1] for x in inputs[:5]]
     torch.library.opcheck(torch.ops.nanok3.kda_step, (*token, inputs[5].detach(), 0.3))
 

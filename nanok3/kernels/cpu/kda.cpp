@@ -2,15 +2,14 @@
 //
 //   S_t = (I - b_t k_t k_t^T) Diag(e^{g_t}) S_{t-1} + b_t k_t v_t^T,     o_t = s S_t^T q_t
 //
-// Chunks of C = 16 tokens. Inside one, with E_i = e^{g_1 + ... + g_i} and S the state before it:
-//   (I + L) Vt = Diag(b) (V - (K.E) S),   L = Diag(b) strict_lower((K.E) (K/E)^T)   (substitution)
-//   O = s (Q.E) S + M Vt,                 M = lower(s (Q.E) (K/E)^T)
-//   S <- Diag(E_C) S + (K . E_C/E)^T Vt
-// K3's gates lie in [-5, 0], so E >= e^-80 and 1/E <= e^80; both are stored times a power of two (E 2^58,
-// 2^-58/E), which keeps every factor within e^+-40 and is exact. E is a running product, 1/E its
-// reciprocal: a pair's decay E_i/E_j then errs by i - j roundings only, and no row looks at a later token.
-// Older gates have no bound; for them (any_gate) the pair's decay is the product of the gates between, taken
-// pair by pair without any division.
+// Chunks of C = 16 tokens. Inside one, with E_i = e^{g_1 + ... + g_i}, D_ij = e^{g_{j+1} + ... + g_i} and S the
+// state before it:
+//   (I + L) Vt = Diag(b) (V - (K.E) S),   L_ij = b_i sum_c k_ic D_ijc k_jc, i > j      (substitution)
+//   O = s (Q.E) S + M Vt,                 M_ij = s sum_c q_ic D_ijc k_jc, i >= j
+//   S <- Diag(E_C) S + (K . D_C)^T Vt
+// Every decay is a running product of e^g: D_ij multiplies the gates between two tokens and nothing else, never
+// E_i / E_j. So any gate <= 0 is exact to rounding, no row looks at a later token, and a pair costs no more than
+// in a matrix product, of which the causal half would be thrown away.
 //
 // The state is kept in panels of P = 32 value columns ([panel][K][32]): a panel stays in the first-level
 // cache while a chunk reads and updates it. K is padded to 16 and V to 32 with zeros, a short last chunk
@@ -26,8 +25,6 @@ namespace {
 constexpr int C = 16;      // tokens in a chunk
 constexpr int P = 32;      // value columns in a panel
 constexpr int BLOCK = 4;   // chunks between two saved states
-constexpr float SHIFT = 288230376151711744.0f;        // 2^58, about e^40
-constexpr float UNSHIFT = 1.0f / 288230376151711744.0f;
 
 }  // namespace
 
@@ -41,7 +38,6 @@ struct Problem {
   int64_t sequences, tokens, H, HV, K, V, threads;
   float scale;
   Type q_type, k_type, v_type, log_decay_type, beta_type;
-  int32_t any_gate;  // gates may be below -5
 };
 
 struct Gradients {
@@ -70,44 +66,39 @@ struct Task {
 
 // What `prepare` makes of a chunk and only the recurrence reads: kept until the next chunk is prepared.
 struct Recurrence {
-  float *hat_t, *inv_t, *end;  // (Kp, 2C), (Kp, C), (C, Kp): transposes of hat and inv, and K . E_C/E
-  float* decay;                // (C, Kp): g, then e^g
+  float *hat_t, *end;  // (Kp, 2C), (C, Kp): hat transposed, K . D_C
+  float* moved;        // (C, Kp): each key decayed on to a later token
 
-  static size_t floats(const Size& z) { return size_t(5) * C * z.Kp; }
+  static size_t floats(const Size& z) { return size_t(4) * C * z.Kp; }
 
   void place(Arena& arena, const Size& z) {
     size_t rows = size_t(C) * z.Kp;
-    hat_t = arena.take(2 * rows), inv_t = arena.take(rows), end = arena.take(rows), decay = arena.take(rows);
+    hat_t = arena.take(2 * rows), end = arena.take(rows), moved = arena.take(rows);
   }
 };
 
-// What the backward pass reads as well. hat = [K.E ; s Q.E] 2^58, inv = (K/E) 2^-58; with any gate allowed inv is
-// e^g itself and Einv is 1.
+// What the backward pass reads as well.
 struct Chunk {
-  float *k, *q;               // (C, Kp)
-  float *hat, *inv, *end_t;   // (2C, Kp), (C, Kp), (Kp, C)
-  float *E, *Einv, *F;        // (C, Kp): E 2^58, 2^-58/E, E_C/E
+  float *k, *q, *decay;       // (C, Kp); decay = e^g
+  float *hat, *end_t;         // (2C, Kp): [K.E ; s Q.E]; (Kp, C): K . D_C transposed
+  float *E, *F;               // (C, Kp): E and D_C
   float* total;               // (Kp): E_C
-  float *nm, *l;              // (2C, C): N over M, masked; (C, C): L
+  float *n, *m, *l;           // (C, C): N, M and L = Diag(beta) N where i > j (M also i = j), nothing elsewhere
   float* beta;                // (C)
   float *x, *vt;              // (panels, C, P): V - (K.E) S and Vt
   int64_t token;              // first token and how many are real
   int count;
 
   static size_t floats(const Size& z) {
-    return size_t(9) * C * z.Kp + z.Kp + 3 * C * C + C + 2 * size_t(z.panels) * C * P;
+    return size_t(8) * C * z.Kp + z.Kp + 3 * C * C + C + 2 * size_t(z.panels) * C * P;
   }
 
   void place(Arena& arena, const Size& z) {
     size_t rows = size_t(C) * z.Kp;
-    for (float** p : {&k, &q, &inv, &end_t, &E, &Einv, &F}) *p = arena.take(rows);
-    hat = arena.take(2 * rows);
-    total = arena.take(z.Kp);
-    nm = arena.take(2 * C * C);
-    l = arena.take(C * C);
-    beta = arena.take(C);
-    x = arena.take(size_t(z.panels) * C * P);
-    vt = arena.take(size_t(z.panels) * C * P);
+    for (float** p : {&k, &q, &decay, &end_t, &E, &F}) *p = arena.take(rows);
+    for (float** p : {&n, &m, &l}) *p = arena.take(C * C);
+    for (float** p : {&x, &vt}) *p = arena.take(size_t(z.panels) * C * P);
+    hat = arena.take(2 * rows), total = arena.take(z.Kp), beta = arena.take(C);
   }
 };
 
@@ -122,82 +113,74 @@ void add_inputs(const Problem& p, const Task& t, int64_t token, Ahead& ahead) {
   }
 }
 
-void read_keys(const Problem& p, const Size& z, const Task& t, Chunk& c, float* decay) {
+void read_keys(const Problem& p, const Size& z, const Task& t, Chunk& c) {
   for (int i = 0; i < C; ++i) {
     int64_t token = c.token + i;
     int row = i * z.Kp, n = i < c.count ? z.K : 0;
     read_row(p.k, (token * p.H + t.key_head) * p.K, p.k_type, n, z.Kp, c.k + row);
     read_row(p.q, (token * p.H + t.key_head) * p.K, p.q_type, n, z.Kp, c.q + row);
-    read_row(p.log_decay, (token * p.HV + t.head) * p.K, p.log_decay_type, n, z.Kp, decay + row);
+    read_row(p.log_decay, (token * p.HV + t.head) * p.K, p.log_decay_type, n, z.Kp, c.decay + row);
     c.beta[i] = i < c.count ? read_one(p.beta, token * p.HV + t.head, p.beta_type) : 0.0f;
   }
 }
 
-// Decay factors and the scaled keys and queries. Rows run down the tokens, so the running products are
-// plain vector recurrences over channels.
+// Decays and the decayed keys and queries. Rows run down the tokens, so the running products are plain vector
+// recurrences over channels.
 template <bool kBackward>
-void scale_keys(const Problem& p, const Size& z, Chunk& c, Recurrence& rec) {
+void decay_keys(const Problem& p, const Size& z, Chunk& c, Recurrence& rec) {
   const int Kp = z.Kp;
   for (int col = 0; col < Kp; col += W) {
-    vf E = splat(SHIFT), F = splat(1.0f);
+    vf E = splat(1.0f), F = splat(1.0f);
     UNROLL
     for (int i = 0; i < C; ++i) {
       int at = i * Kp + col;
-      vf decay = exp_nonpositive(load(rec.decay + at)), k = load(c.k + at);
+      vf decay = exp_nonpositive(load(c.decay + at));
       E *= decay;
-      vf inverse = p.any_gate ? splat(1.0f) : 1.0f / E;
-      store(rec.decay + at, decay);
-      store(c.hat + at, k * E);
+      store(c.decay + at, decay);
+      store(c.hat + at, load(c.k + at) * E);
       store(c.hat + C * Kp + at, load(c.q + at) * p.scale * E);
-      store(c.inv + at, p.any_gate ? decay : k * inverse);
-      if (kBackward) store(c.E + at, E), store(c.Einv + at, inverse);
+      if (kBackward) store(c.E + at, E);
     }
-    store(c.total + col, E * UNSHIFT);
+    store(c.total + col, E);
     UNROLL
     for (int i = C - 1; i >= 0; --i) {
       int at = i * Kp + col;
       store(rec.end + at, load(c.k + at) * F);
       if (kBackward) store(c.F + at, F);
-      F *= load(rec.decay + at);
+      F *= load(c.decay + at);
     }
   }
 }
 
-// [N ; M] as one product of scaled rows, nothing masked yet.
-void bounded_pairs(const Size& z, const Recurrence& rec, Chunk& c) {
-  product<1, C>(2 * C, z.Kp, rec.hat_t, 2 * C, rec.inv_t, C, [&](int r, int s, vf x) { store(c.nm + r * C + s, x); });
-}
-
-// The same for any gate: column j from k_j decayed on to each later token.
-void unbounded_pairs(const Problem& p, const Size& z, Chunk& c, float* decayed) {
-  for (int j = 0; j < C; ++j) {
-    memcpy(decayed, c.k + j * z.Kp, size_t(z.Kp) * 4);
-    for (int i = j; i < C; ++i) {
-      vf n = {}, m = {};
+// N, M and L, four rows by two columns at a time: row j of `moved` is k_j decayed on to the row before.
+void pair_matrices(const Problem& p, const Size& z, Chunk& c, float* moved) {
+  memcpy(moved, c.k, size_t(C) * z.Kp * 4);
+  for (int row = 0; row < C; row += 4)
+    for (int j = 0; j < row + 4; j += 2) {
+      vf n[4][2] = {}, m[4][2] = {};
+      float *first = moved + j * z.Kp, *second = first + z.Kp;
       for (int col = 0; col < z.Kp; col += W) {
-        const int at = i * z.Kp + col;
-        vf x = load(decayed + col);
-        if (i > j) x *= load(c.inv + at);
-        store(decayed + col, x);
-        n += x * load(c.k + at);
-        m += x * load(c.q + at);
+        vf a = load(first + col), b = load(second + col);
+        UNROLL
+        for (int r = 0; r < 4; ++r) {
+          const int at = (row + r) * z.Kp + col;
+          vf decay = load(c.decay + at), k = load(c.k + at), q = load(c.q + at);
+          if (row + r > j) a *= decay;
+          if (row + r > j + 1) b *= decay;
+          n[r][0] += a * k, n[r][1] += b * k;
+          m[r][0] += a * q, m[r][1] += b * q;
+        }
+        store(first + col, a), store(second + col, b);
       }
-      c.nm[i * C + j] = sum(n);
-      c.nm[(C + i) * C + j] = sum(m) * p.scale;
-    }
-  }
-}
-
-// N strictly lower, M lower, L = Diag(beta) N. Masked entries may be as large as e^80: they are replaced, never
-// multiplied by zero.
-void mask_pairs(Chunk& c) {
-  for (int i = 0; i < C; ++i)
-    for (int j = 0; j < C; ++j) {
-      float& n = c.nm[i * C + j];
-      float& m = c.nm[(C + i) * C + j];
-      n = j < i ? n : 0.0f;
-      m = j <= i ? m : 0.0f;
-      c.l[i * C + j] = j < i ? c.beta[i] * n : 0.0f;
+      UNROLL
+      for (int r = 0; r < 4; ++r)
+        UNROLL
+        for (int s = 0; s < 2; ++s) {
+          const int at = (row + r) * C + j + s;
+          c.n[at] = sum(n[r][s]);
+          c.m[at] = sum(m[r][s]) * p.scale;
+          c.l[at] = c.n[at] * c.beta[row + r];
+        }
     }
 }
 
@@ -205,18 +188,12 @@ template <bool kBackward>
 void prepare(const Problem& p, const Size& z, const Task& t, int64_t token, Chunk& c, Recurrence& rec) {
   c.token = token;
   c.count = int(t.end - token < C ? t.end - token : C);
-  read_keys(p, z, t, c, rec.decay);
-  scale_keys<kBackward>(p, z, c, rec);
+  read_keys(p, z, t, c);
+  decay_keys<kBackward>(p, z, c, rec);
   transpose(c.hat, z.Kp, C, z.Kp, rec.hat_t, 2 * C);
   transpose(c.hat + C * z.Kp, z.Kp, C, z.Kp, rec.hat_t + C, 2 * C);
   if (kBackward) transpose(rec.end, z.Kp, C, z.Kp, c.end_t, C);
-  if (p.any_gate) {
-    unbounded_pairs(p, z, c, rec.inv_t);
-  } else {
-    transpose(c.inv, z.Kp, C, z.Kp, rec.inv_t, C);
-    bounded_pairs(z, rec, c);
-  }
-  mask_pairs(c);
+  pair_matrices(p, z, c, rec.moved);
 }
 
 // (C, P) floats of one panel from rows of (tokens, HV, V); rows that do not exist are zero.
@@ -233,7 +210,7 @@ void write_panel(void* base, Type type, const Problem& p, const Size& z, const T
     write_row(base, ((c.token + i) * p.HV + t.head) * p.V + panel * P, type, z.columns(panel), src + i * P);
 }
 
-// predicted = hat S: rows 0..15 what the decayed state returns for each key, 16..31 for each query (both 2^58).
+// predicted = hat S: rows 0..15 what the decayed state returns for each key, 16..31 for each query.
 template <int kRows>
 void predict(const Size& z, const Recurrence& rec, const float* state, float* predicted, Ahead& ahead) {
   product<1, P>(
@@ -243,12 +220,11 @@ void predict(const Size& z, const Recurrence& rec, const float* state, float* pr
 // x = v - prediction; solve (I + L) vt = beta x by substitution; then out = q's prediction + M vt (in place of v).
 template <bool kOutput>
 void solve(const Chunk& c, const float* predicted, float* v, float* x, float* vt) {
-  const float* m = c.nm + C * C;
   for (int col = 0; col < P; col += W) {
     vf y[C];
     UNROLL
     for (int i = 0; i < C; ++i) {
-      vf error = load(v + i * P + col) - load(predicted + i * P + col) * UNSHIFT;
+      vf error = load(v + i * P + col) - load(predicted + i * P + col);
       if (!kOutput) store(x + i * P + col, error);
       y[i] = error * c.beta[i];
     }
@@ -261,9 +237,9 @@ void solve(const Chunk& c, const float* predicted, float* v, float* x, float* vt
     if (!kOutput) continue;
     UNROLL
     for (int i = 0; i < C; ++i) {
-      vf out = load(predicted + (C + i) * P + col) * UNSHIFT;
+      vf out = load(predicted + (C + i) * P + col);
       UNROLL
-      for (int j = 0; j <= i; ++j) out += splat(m[i * C + j]) * y[j];
+      for (int j = 0; j <= i; ++j) out += splat(c.m[i * C + j]) * y[j];
       store(v + i * P + col, out);
     }
   }
@@ -347,11 +323,11 @@ struct Scratch {
   float *dy;                   // (2C, P): [-dY ; dO]
   float *dy_t, *vt_t;          // (P, 2C), (P, C)
   float *predicted, *v;        // (2C, P), (C, P)
-  float *across, *lower;       // (3C, Kp) pair gradients, (4C, C) their left factors
+  float* across;               // (3C, Kp): pair gradients
   float *dhat, *dend, *out;    // (2C, Kp), (C, Kp), (3C, Kp)
 
   static size_t floats(const Size& z) {
-    return z.state() + size_t(12) * C * z.Kp + z.Kp * W + C * W + 6 * C * C + 10 * size_t(C) * P;
+    return z.state() + size_t(12) * C * z.Kp + z.Kp * W + C * W + 2 * C * C + 10 * size_t(C) * P;
   }
 
   void place(Arena& arena, const Size& z) {
@@ -361,14 +337,13 @@ struct Scratch {
     dpair = arena.take(2 * C * C), dbeta = arena.take(C * W), dtotal = arena.take(z.Kp * W);
     rows = arena.take(2 * C * P), dy = arena.take(2 * C * P), dy_t = arena.take(2 * C * P), vt_t = arena.take(C * P);
     predicted = arena.take(2 * C * P), v = arena.take(C * P);
-    across = arena.take(3 * rows16), lower = arena.take(4 * C * C);
+    across = arena.take(3 * rows16);
     dhat = arena.take(2 * rows16), dend = arena.take(rows16), out = arena.take(3 * rows16);
   }
 };
 
 // dVt = M^T dO + end dS;  (I + L)^T dY = dVt by substitution from the last token;  dX = b dY.
 void solve_transposed(const Chunk& c, const float* x, const float* d_vt, Scratch& s) {
-  const float* m = c.nm + C * C;
   for (int col = 0; col < P; col += W) {
     vf y[C];
     UNROLL
@@ -377,7 +352,7 @@ void solve_transposed(const Chunk& c, const float* x, const float* d_vt, Scratch
     for (int j = 0; j < C; ++j) {
       vf d_o = load(s.dy + (C + j) * P + col);
       UNROLL
-      for (int i = 0; i <= j; ++i) y[i] += splat(m[j * C + i]) * d_o;
+      for (int i = 0; i <= j; ++i) y[i] += splat(c.m[j * C + i]) * d_o;
     }
     UNROLL
     for (int j = C - 1; j >= 0; --j)
@@ -418,7 +393,7 @@ void backward_panel(const Problem& p, const Size& z, const Task& t, const Gradie
       [&](int r, int q, vf acc) {
         vf d = load(d_state + r * P + q);
         store(s.dtotal + r * W, load(s.dtotal + r * W) + load(state + r * P + q) * d);
-        store(d_state + r * P + q, d * c.total[r] + acc * UNSHIFT);
+        store(d_state + r * P + q, d * c.total[r] + acc);
       },
       ahead);
 }
@@ -438,49 +413,66 @@ void add_outputs(const Problem& p, const Task& t, const Gradients& g, const Chun
   }
 }
 
-// dN and dM, strict pairs only, both ways round: left (C, 2C) = [dN^T | dM^T], right (2C, C) = [dN ; dM]; and
-// what beta gets through L.
-void split_pairs(const Chunk& c, float* left, float* right, Scratch& s) {
-  for (int i = 0; i < C; ++i) {
-    float db = 0;
-    for (int j = 0; j < C; ++j) {
-      float dl = j < i ? s.dpair[i * C + j] : 0.0f, dm = j < i ? s.dpair[(C + i) * C + j] : 0.0f;
-      db += dl * c.nm[i * C + j];
-      left[j * 2 * C + i] = right[i * C + j] = c.beta[i] * dl;
-      left[j * 2 * C + C + i] = right[(C + i) * C + j] = dm;
+// From dL to dN and beta's part, in place; dM stays as it is.
+void through_beta(const Chunk& c, Scratch& s) {
+  for (int i = 0; i < C; ++i)
+    for (int j = 0; j < i; ++j) {
+      float& d = s.dpair[i * C + j];
+      s.dbeta[i * W] += d * c.n[i * C + j];
+      d *= c.beta[i];
     }
-    s.dbeta[i * W] += db;
-  }
 }
 
-// Gradients of keys and queries through N and M, up to the factors E and Einv of their row:
-// across = [dN inv ; dM inv ; dN^T hat_k + dM^T hat_q].
-void bounded_across(const Size& z, const Chunk& c, const float* left, const float* right, float* across) {
-  for (int col = 0; col < z.Kp; col += C) {
-    product<1, C>(2 * C, C, left, 2 * C, c.inv + col, z.Kp,
-                  [&](int r, int q, vf acc) { store(across + r * z.Kp + col + q, acc); });
-    product<1, C>(C, 2 * C, right, C, c.hat + col, z.Kp,
-                  [&](int r, int q, vf acc) { store(across + (2 * C + r) * z.Kp + col + q, acc); });
-  }
-}
-
-// The same for any gate, factors included.
-void unbounded_across(const Problem& p, const Size& z, const Chunk& c, const float* right, float* across) {
-  for (int col = 0; col < z.Kp; col += W) {
-    vf rows[2 * C] = {};
-    for (int j = 0; j < C; ++j) {
-      vf decay = splat(1.0f), k = load(c.k + j * z.Kp + col), column = {};
-      for (int i = j + 1; i < C; ++i) {
-        const int at = i * z.Kp + col;
-        const float dn = right[i * C + j], dm = right[(C + i) * C + j];
-        decay *= load(c.inv + at);
-        rows[i] += k * decay * dn;
-        rows[C + i] += k * decay * dm;
-        column += decay * (load(c.k + at) * dn + load(c.q + at) * (dm * p.scale));
+// Gradients of keys and queries through N and M, pairs i > j only:
+//   across = [sum_j dN_ij D_ij k_j ; sum_j dM_ij D_ij k_j ; sum_i D_ij (dN_ij k_i + s dM_ij q_i)]
+// by Horner's rule: D_ij k_j summed over j is (... (k_0 e_1 + k_1) e_2 + ...) e_i. Four rows, then four columns.
+void backward_pairs(const Problem& p, const Size& z, const Chunk& c, const float* dn, float* across) {
+  const int Kp = z.Kp;
+  const float* dm = dn + C * C;
+  for (int col = 0; col < Kp; col += W) {
+    const float *k = c.k + col, *q = c.q + col, *decay = c.decay + col;
+    for (int row = 0; row < C; row += 4) {
+      vf rk[4] = {}, rq[4] = {};
+      auto add = [&](int j, int r, vf key, vf e) {
+        rk[r] = (rk[r] + key * dn[(row + r) * C + j]) * e;
+        rq[r] = (rq[r] + key * dm[(row + r) * C + j]) * e;
+      };
+      for (int j = 0; j < row; ++j) {
+        vf key = load(k + j * Kp), e = load(decay + (j + 1) * Kp);
+        UNROLL
+        for (int r = 0; r < 4; ++r) add(j, r, key, e);
       }
-      store(across + (2 * C + j) * z.Kp + col, column);
+      UNROLL
+      for (int d = 0; d < 3; ++d) {
+        vf key = load(k + (row + d) * Kp), e = load(decay + (row + d + 1) * Kp);
+        UNROLL
+        for (int r = d + 1; r < 4; ++r) add(row + d, r, key, e);
+      }
+      UNROLL
+      for (int r = 0; r < 4; ++r) {
+        store(across + (row + r) * Kp + col, rk[r]);
+        store(across + (C + row + r) * Kp + col, rq[r]);
+      }
     }
-    for (int i = 0; i < 2 * C; ++i) store(across + i * z.Kp + col, rows[i]);
+    for (int j = 0; j < C; j += 4) {
+      vf column[4] = {};
+      auto add = [&](int i, int r, vf key, vf query, vf e) {
+        column[r] = (column[r] + key * dn[i * C + j + r] + query * dm[i * C + j + r]) * e;
+      };
+      for (int i = C - 1; i >= j + 4; --i) {
+        vf key = load(k + i * Kp), query = load(q + i * Kp) * p.scale, e = load(decay + i * Kp);
+        UNROLL
+        for (int r = 0; r < 4; ++r) add(i, r, key, query, e);
+      }
+      UNROLL
+      for (int d = 3; d > 0; --d) {
+        vf key = load(k + (j + d) * Kp), query = load(q + (j + d) * Kp) * p.scale, e = load(decay + (j + d) * Kp);
+        UNROLL
+        for (int r = 0; r < d; ++r) add(j + d, r, key, query, e);
+      }
+      UNROLL
+      for (int r = 0; r < 4; ++r) store(across + (2 * C + j + r) * Kp + col, column[r]);
+    }
   }
 }
 
@@ -503,10 +495,9 @@ void backward_keys(const Problem& p, const Size& z, const Chunk& c, Scratch& s) 
     UNROLL
     for (int i = C - 1; i >= 0; --i) {
       int at = i * Kp + col;
-      vf k = load(c.k + at), q = load(c.q + at), E = load(c.E + at), pair = p.any_gate ? splat(1.0f) : E;
-      vf dq = (E * (load(s.dhat + rows + at) * UNSHIFT) + pair * load(s.across + rows + at)) * p.scale;
-      vf row = E * (load(s.dhat + at) * (UNSHIFT * c.beta[i])) + pair * load(s.across + at);
-      vf column = load(c.Einv + at) * load(s.across + 2 * rows + at);
+      vf k = load(c.k + at), q = load(c.q + at), E = load(c.E + at);
+      vf dq = (E * load(s.dhat + rows + at) + load(s.across + rows + at)) * p.scale;
+      vf row = E * (load(s.dhat + at) * c.beta[i]) + load(s.across + at), column = load(s.across + 2 * rows + at);
       float diagonal = p.scale * s.dpair[(C + i) * C + i];
       dg += q * dq + k * (row - column);
       store(s.out + 2 * rows + at, load(s.out + 2 * rows + at) + dg);
@@ -534,10 +525,8 @@ void backward_chunk(const Problem& p, const Size& z, const Task& t, const Gradie
     backward_panel(p, z, t, g, c, panel, state + size_t(panel) * z.Kp * P, s, ahead);
   transpose(s.dhat_t, 2 * C, z.Kp, 2 * C, s.dhat, z.Kp);
   transpose(s.dend_t, C, z.Kp, C, s.dend, z.Kp);
-  float *left = s.lower, *right = s.lower + 2 * C * C;
-  split_pairs(c, left, right, s);
-  if (p.any_gate) unbounded_across(p, z, c, right, s.across);
-  else bounded_across(z, c, left, right, s.across);
+  through_beta(c, s);
+  backward_pairs(p, z, c, s.dpair, s.across);
   backward_keys(p, z, c, s);
   write_gradients(p, z, t, g, c, s);
 }
