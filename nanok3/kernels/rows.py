@@ -1,4 +1,4 @@
-"""What the torch faces of the row kernels share: which tensors they take, and how they reach C.
+"""What the torch faces of the row kernels share: which tensors they take, and how autograd and C are reached.
 
 `situ_cpu`, `attn_res_cpu`, `norms_cpu` and `short_conv_cpu` compute in one pass over memory what torch does in many.
 Each registers torch custom operators, so that autograd and torch.compile know them; where nothing is to be
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,18 @@ def supported(library: str, first: Tensor, *others: Tensor) -> bool:
     )
 
 
-def through_torch(*inputs: Tensor) -> bool:
+@torch.compiler.assume_constant_result  # the build is no part of a traced graph
+def _built(library: str) -> bool:
+    return native.available(library)
+
+
+def through_torch(*inputs: Any) -> bool:
     """Whether the call must go through torch's dispatcher: to be differentiated, traced, or run without data."""
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
     return (
         torch.compiler.is_compiling()
-        or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
-        or any(type(x) not in (Tensor, nn.Parameter) for x in inputs)
+        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        or any(type(x) not in (Tensor, nn.Parameter) for x in tensors)
     )
 
 
@@ -52,6 +59,41 @@ def function(library: str, name: str, arguments: str) -> Callable[..., None]:
     return result
 
 
-@torch.compiler.assume_constant_result  # the build is no part of a traced graph
-def _built(library: str) -> bool:
-    return native.available(library)
+def operator(
+    name: str,
+    schema: str,
+    forward: Callable[..., Tensor],
+    backward: Callable[..., Sequence[Tensor]],
+    gradients: int,
+    fake: Callable[..., Tensor],
+) -> Callable[..., Tensor]:
+    """Make an operator of one result that keeps nothing but its inputs for the backward pass.
+
+    Registers `nanok3::<name>_fwd` with the arguments of `schema` (tensors first) and `nanok3::<name>_bwd` with the
+    gradient of the result in front of them; backward returns the gradients of the first `gradients` arguments. `fake`
+    gives an unwritten result. Returns the function that runs the operator, or `forward` itself where that is enough.
+    """
+    forward_op, backward_op = f"nanok3::{name}_fwd", f"nanok3::{name}_bwd"
+    options: dict[str, Any] = {"mutates_args": (), "device_types": "cpu"}
+    op = torch.library.custom_op(forward_op, forward, schema=f"({schema}) -> Tensor", **options)
+    torch.library.custom_op(backward_op, backward, schema=f"(Tensor d_out, {schema}) -> Tensor[]", **options)
+    torch.library.register_fake(forward_op, fake)
+    torch.library.register_fake(backward_op, lambda _, *inputs: [x.new_empty(x.shape) for x in inputs[:gradients]])
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        tensors = schema.count("Tensor")
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.settings = inputs[tensors:]
+
+    def autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = (*ctx.saved_tensors, *ctx.settings)
+        found = getattr(torch.ops.nanok3, f"{name}_bwd")(d_out, *inputs)
+        return *found, *[None] * (len(inputs) - gradients)
+
+    op.register_autograd(autograd, setup_context=keep)
+
+    def run(*inputs: Any) -> Tensor:
+        result: Tensor = (op if through_torch(*inputs) else forward)(*inputs)
+        return result
+
+    return run

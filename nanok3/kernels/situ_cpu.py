@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from types import NotImplementedType
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -29,8 +28,7 @@ def situ_glu(
     None is the limit without that cap."""
     if gate.shape != up.shape or not rows.supported("situ", gate, up):
         return NotImplemented
-    run = torch.ops.nanok3.situ_fwd if rows.through_torch(gate, up) else forward
-    return run(gate, up, beta, linear_beta)
+    return _run(gate, up, beta, linear_beta)
 
 
 def forward(gate: Tensor, up: Tensor, beta: float | None, linear_beta: float | None) -> Tensor:
@@ -41,16 +39,14 @@ def forward(gate: Tensor, up: Tensor, beta: float | None, linear_beta: float | N
     return out
 
 
-def backward(
-    d_out: Tensor, gate: Tensor, up: Tensor, beta: float | None, linear_beta: float | None
-) -> tuple[Tensor, Tensor]:
+def backward(d_out: Tensor, gate: Tensor, up: Tensor, beta: float | None, linear_beta: float | None) -> list[Tensor]:
     """Gradients of gate and up."""
     inputs = [x.contiguous() for x in (d_out.to(gate.dtype), gate, up)]
     d_gate, d_up = torch.empty_like(inputs[1]), torch.empty_like(inputs[1])
     run = rows.function("situ", "situ_backward", "pppppntffn")
     pointers = [x.data_ptr() for x in (*inputs, d_gate, d_up)]
     run(*pointers, *_settings(gate, beta, linear_beta))
-    return d_gate, d_up
+    return [d_gate, d_up]
 
 
 def _settings(gate: Tensor, *betas: float | None) -> tuple[int | float, ...]:
@@ -59,42 +55,11 @@ def _settings(gate: Tensor, *betas: float | None) -> tuple[int | float, ...]:
     return gate.numel(), rows.DTYPES[gate.dtype], *caps, torch.get_num_threads()
 
 
-_forward_op = torch.library.custom_op(
-    "nanok3::situ_fwd",
+_run = rows.operator(
+    "situ",
+    "Tensor gate, Tensor up, float? beta, float? linear_beta",
     forward,
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor gate, Tensor up, float? beta, float? linear_beta) -> Tensor",
-)
-_backward_op = torch.library.custom_op(
-    "nanok3::situ_bwd",
     backward,
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor d_out, Tensor gate, Tensor up, float? beta, float? linear_beta) -> (Tensor, Tensor)",
+    gradients=2,
+    fake=lambda gate, *_: gate.new_empty(gate.shape),
 )
-
-
-@_forward_op.register_fake
-def _forward_fake(gate: Tensor, up: Tensor, beta: float | None, linear_beta: float | None) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@_backward_op.register_fake
-def _backward_fake(
-    d_out: Tensor, gate: Tensor, up: Tensor, beta: float | None, linear_beta: float | None
-) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gate, up, *ctx.betas = inputs
-    ctx.save_for_backward(gate, up)
-
-
-def _autograd(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    d_gate, d_up = torch.ops.nanok3.situ_bwd(d_out, *ctx.saved_tensors, *ctx.betas)
-    return d_gate, d_up, None, None
-
-
-_forward_op.register_autograd(_autograd, setup_context=_keep_for_backward)

@@ -41,10 +41,19 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-        return rms_normalize(x, self.eps).to(x.dtype) * self.weight.to(x.dtype)
+        normed = _rms_norm_cpu(x, self.weight, self.eps)
+        return rms_normalize(x, self.eps).to(x.dtype) * self.weight.to(x.dtype) if normed is None else normed
 
     def reset_parameters(self, std: float) -> None:
         nn.init.ones_(self.weight)
+
+
+def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
+    """The same in one pass, or None where that does not apply: another device, float64, no compiler."""
+    from nanok3.kernels import norms_cpu
+
+    normed = norms_cpu.rms_norm(x, weight, eps)
+    return None if normed is NotImplemented else normed
 
 
 def rms_normalize(x: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... d"]:

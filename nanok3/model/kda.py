@@ -446,8 +446,19 @@ def _check(
 # ---------------------------------------------------------------------- from a layer's input to the operator's
 
 
+def _norms_cpu(name: str, *arguments: Any) -> Tensor | None:
+    """What `name` computes, in one pass, or None where that does not apply: another device, float64, no compiler."""
+    from nanok3.kernels import norms_cpu
+
+    result = getattr(norms_cpu, name)(*arguments)
+    return None if result is NotImplemented else result
+
+
 def l2_normalize(x: Float[Tensor, "... K"]) -> Float[Tensor, "... K"]:
     """x / sqrt(sum x^2 + 1e-6): the epsilon is added to the sum, not to the mean."""
+    normed = _norms_cpu("l2_normalize", x)
+    if normed is not None:
+        return normed
     wide = at_least_float32(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
@@ -460,12 +471,24 @@ def log_decay(
 ) -> Float[Tensor, "B T H K"]:
     """The gate g < 0 in at least float32. K3 (eq. 5): g = lower_bound * sigmoid(e^A (z + dt_bias)), A one number a
     head; without a bound the older form g = -e^A softplus(z + dt_bias)."""
+    gate = None if lower_bound is None else _norms_cpu("log_decay", z, A_log, dt_bias, lower_bound)
+    if gate is not None:
+        return gate
     # e^80 is far past saturation; clamping keeps a huge A_log from giving 0 * inf in the backward.
     rate = at_least_float32(A_log).clamp(max=80.0).exp()[:, None]
     shifted = at_least_float32(z) + at_least_float32(dt_bias).view(z.shape[-2:])
     if lower_bound is None:
         return -rate * F.softplus(shifted)
     return lower_bound * torch.sigmoid(rate * shifted)
+
+
+def _last_inputs(before: Float[Tensor, "B 3 W HK"], raw: tuple[Tensor, Tensor, Tensor]) -> Float[Tensor, "B 3 W HK"]:
+    """The W last inputs of the three convolutions, in memory of their own: a view would keep the whole call alive."""
+    taps = before.shape[2]
+    if taps == 0:
+        return before
+    latest = torch.stack([u[:, -taps:] for u in raw], dim=1).to(before.dtype)
+    return torch.cat((before, latest), dim=2)[:, :, -taps:].clone()
 
 
 class KDA(nn.Module):
@@ -514,8 +537,7 @@ class KDA(nn.Module):
         history = (None, None, None) if cache is None else cache.conv.unbind(1)
         q, k, v = (self._split(conv(u, h, position)) for conv, u, h in zip(convs, raw, history))
         if cache is not None:
-            seen = torch.cat((cache.conv, torch.stack(raw, dim=1).to(cache.conv.dtype)), dim=2)
-            cache.conv = seen[:, :, -cache.conv.shape[2] :] if cache.conv.shape[2] else cache.conv
+            cache.conv = _last_inputs(cache.conv, raw)
         return q, k, v
 
     def _output_gate(self, x: Tensor) -> Tensor:
@@ -547,6 +569,9 @@ class OutputNorm(nn.Module):
         self.eps = eps
 
     def forward(self, o: Float[Tensor, "B T H V"], gate: Float[Tensor, "B T H V"]) -> Float[Tensor, "B T H V"]:
+        gated = _norms_cpu("gated_norm", o, gate, self.weight, self.eps)
+        if gated is not None:
+            return gated
         normed = rms_normalize(o, self.eps) * at_least_float32(self.weight)
         return (normed * torch.sigmoid(at_least_float32(gate))).to(gate.dtype)
 
