@@ -50,7 +50,7 @@ class Step:
     """One command of the road: what it does, how long it takes, what shows that it is finished."""
 
     does: str
-    seconds: float
+    seconds: int | float
     command: list[str]
     done: Callable[[], bool]
 

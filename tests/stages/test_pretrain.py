@@ -83,7 +83,7 @@ def test_model_config() -> None:
     cfg = model_config(PretrainArgs(preset="small", depth=6, set=("num_experts=8", "latent_moe_use_norm=false")), 700)
     assert (cfg.num_hidden_layers, cfg.num_experts, cfg.vocab_size) == (6, 8, 700)
     assert cfg.latent_moe_use_norm is False and cfg.bos_token_id == 700 - 256
-    with pytest.raises(ValueError, match="'experts' is no field of the config; allowed: .*num_experts"):
+    with pytest.raises(ValueError, match=r"'experts' is no field of the config; allowed: .*num_experts"):
         model_config(PretrainArgs(set=("experts=8",)), 700)
     with pytest.raises(ValueError, match="preset is 'huge'; allowed: tiny, small, base, k3"):
         model_config(PretrainArgs(preset="huge"), 700)
@@ -108,9 +108,7 @@ def test_a_run_from_start_to_model(data: Path, tmp_path: Path, capsys: pytest.Ca
     assert main(["generate", str(out), "3 times", "--max-tokens", "4", "--seed", "0"]) == 0
 
 
-def test_an_old_run_is_not_overwritten(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], unchecked
-) -> None:
+def test_an_old_run_is_not_overwritten(data: Path, tmp_path: Path, capsys, unchecked) -> None:
     out = tmp_path / "run"
     assert run(data, out, "--train.steps", "2") == 0
     assert run(data, out, "--train.steps", "2") == 2

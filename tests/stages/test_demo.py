@@ -1,0 +1,87 @@
+"""The demo's road: what it runs, what it reuses, and that it stops where a step stops."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanok3.stages import demo
+from nanok3.stages.demo import DemoArgs, road
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands instead of running them; each leaves behind what shows that it is finished."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> int:
+        commands.append(command)
+        marks = {"tokenizer": "tiktoken.model", "data": "manifest.json", "pretrain": "model/config.json"}
+        if command[0] in marks:
+            mark = Path(command[command.index("--out") + 1]) / marks[command[0]]
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text("{}")
+        if command[0] == "eval":
+            (Path(command[1]) / "final.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr(demo, "_run", run)
+    return commands
+
+
+def test_the_whole_road_once(ran: list[list[str]], tmp_path: Path) -> None:
+    demo.main(DemoArgs(out=tmp_path / "demo"))
+    assert [command[0] for command in ran] == ["tokenizer", "data", "pretrain", "eval", "generate"]
+
+
+def test_a_second_run_reuses_everything_but_the_samples(ran: list[list[str]], tmp_path: Path) -> None:
+    demo.main(DemoArgs(out=tmp_path / "demo"))
+    ran.clear()
+    demo.main(DemoArgs(out=tmp_path / "demo"))
+    assert [command[0] for command in ran] == ["generate"]
+
+
+def test_an_interrupted_training_is_resumed(ran: list[list[str]], tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-000100").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-000100" / "manifest.json").write_text("{}")
+    demo.main(DemoArgs(out=tmp_path))
+    train = next(command for command in ran if command[0] == "pretrain")
+    assert "--resume" in train
+
+
+def test_a_failing_step_ends_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_run", lambda command: 2)
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(DemoArgs(out=tmp_path / "demo"))
+    assert stopped.value.code == 2
+
+
+def test_every_command_parses(tmp_path: Path) -> None:
+    """The flags the demo passes exist."""
+    import tyro
+
+    from nanok3.cli import COMMANDS
+    from nanok3.stages import data, eval, generate, pretrain, tokenizer
+
+    stages = {"data": data, "eval": eval, "generate": generate, "tokenizer": tokenizer}
+    for args in (DemoArgs(), DemoArgs(quick=True, threads=1, minutes=2.0)):
+        for step in road(args):
+            name, *flags = step.command
+            if name == "pretrain":
+                assert pretrain.parse(flags).train.minutes is not None
+            else:
+                tyro.cli(getattr(stages[name], COMMANDS[name].arguments), args=flags)
+
+
+def test_the_time_is_within_the_promise() -> None:
+    assert sum(step.seconds for step in road(DemoArgs())) < 12 * 60
+    assert sum(step.seconds for step in road(DemoArgs(quick=True))) < 2 * 60
+
+
+def test_a_command_runs_in_a_process_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    assert demo._run(["--version"]) == 0
+    assert "nanok3 0." in capfd.readouterr().out
+    assert demo._run(["no-such-command"]) == 2
+    assert sys.executable
