@@ -14,6 +14,7 @@ A checkpoint that does not fit is refused with one error that lists every missin
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import re
@@ -22,6 +23,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -136,15 +138,27 @@ def read_header(file: Path) -> dict[str, _Entry]:
             header = json.loads(stream.read(length))
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise ValueError(f"{file}: not a safetensors file (its header is not JSON)") from None
-    entries = {}
-    for name, fields in header.items():
-        if name == "__metadata__":
-            continue
-        begin, end = fields["data_offsets"]
-        if 8 + length + end > size:
-            raise ValueError(f"{file}: truncated: tensor {name!r} ends at byte {8 + length + end} of {size}")
-        entries[name] = _Entry(file, 8 + length + begin, end - begin, tuple(fields["shape"]), fields["dtype"])
+    if not isinstance(header, dict):
+        raise ValueError(f"{file}: not a safetensors file (its header is no object)")
+    entries = {name: _entry(file, name, header[name], 8 + length) for name in header if name != "__metadata__"}
+    for name, entry in entries.items():
+        if entry.offset + entry.nbytes > size:
+            raise ValueError(f"{file}: truncated: tensor {name!r} ends at byte {entry.offset + entry.nbytes} of {size}")
     return entries
+
+
+def _entry(file: Path, name: str, fields: Any, data: int) -> _Entry:
+    """One line of a header, whose byte counts are relative to `data`; ValueError where it makes no sense."""
+    try:
+        (begin, end), shape, dtype = fields["data_offsets"], tuple(fields["shape"]), fields["dtype"]
+        sensible = 0 <= begin <= end and all(isinstance(n, int) and n >= 0 for n in shape) and isinstance(dtype, str)
+    except (KeyError, TypeError, ValueError):
+        sensible = False
+    if not sensible:
+        raise ValueError(f"{file}: not a safetensors file (the header says {fields!r} of tensor {name!r})")
+    if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"{file}: tensor {name!r} has {end - begin} bytes; {dtype} {list(shape)} needs another number")
+    return _Entry(file, data + begin, end - begin, shape, dtype)
 
 
 def checkpoint_entries(folder: Path) -> dict[str, _Entry]:
@@ -155,8 +169,8 @@ def checkpoint_entries(folder: Path) -> dict[str, _Entry]:
             raise ValueError(f"{folder}: no {SINGLE} and no {INDEX}; expected a checkpoint in the official layout")
         return read_header(folder / SINGLE)
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{index}: not a safetensors index (no weight_map)") from None
     entries: dict[str, _Entry] = {}
     absent = sorted({shard for shard in weight_map.values() if not (folder / shard).exists()})
@@ -174,7 +188,7 @@ def checkpoint_entries(folder: Path) -> dict[str, _Entry]:
 class _Mapped:
     """A memory-mapped file whose pages are given back once read, so that loading S bytes needs S bytes, not 2 S."""
 
-    RELEASE_EVERY = 1 << 26
+    RELEASE_EVERY = 1 << 24
 
     def __init__(self, file: Path) -> None:
         with open(file, "rb") as stream:
@@ -388,9 +402,11 @@ def save(
         generation = {"bos_token_id": cfg.bos_token_id, "eos_token_id": cfg.eos_token_id}
         (Path(aside) / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         cfg.to_json(Path(aside) / "config.json")
+        # Shards are renamed one by one: without an index, new and old ones are never taken for one checkpoint.
+        (folder / INDEX).unlink(missing_ok=True)
         for file in [*names, "generation_config.json", "config.json"]:
             _publish(Path(aside) / file, folder / file)
-    for stale in [*folder.glob("model*.safetensors"), *folder.glob(INDEX)]:
+    for stale in [*folder.glob(SINGLE), *folder.glob("model-*-of-*.safetensors")]:
         if stale.name not in names:
             stale.unlink()
 
