@@ -66,14 +66,17 @@ class Result:
 Contender = Callable[..., Tensor]
 
 
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
 def contenders(options: Options, tokens: int) -> dict[str, Contender]:
     """Functions of (q, k, v, log_decay, beta) that return the output."""
     forms: dict[str, Contender] = {
         "C++ kernel": lambda *x: kda_cpu.kda(*x)[0],
         "torch chunks": lambda *x: kda_chunked(*x)[0],
-        "softmax attention": lambda q, k, v, *_: F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
-        ).transpose(1, 2),
+        "softmax attention": softmax_attention,
     }
     if tokens <= options.loop_up_to:
         forms["token loop"] = lambda *x: kda_reference(*x)[0]
@@ -171,9 +174,7 @@ def main(options: Options) -> None:
     print(f"H={options.heads}, {options.threads} thread(s), {clock}, load {machine['load']:.1f}, {platform.machine()}")
     if peak:
         print(f"float32 peak of {options.threads} core(s): {peak / 1e9:.0f} GFLOP/s")
-    print(
-        f"{'D':>4s} {'T':>6s}  {'pass':17s} {'form':18s} {'median ms':>9s} {'':>7s} {'us/token':>8s} {'ratio':>8s}   peak"
-    )
+    print("   D      T  pass              form               median ms         us/token    ratio   peak")
     rows = []
     for dim in options.dims:
         check_equal(options, dim)

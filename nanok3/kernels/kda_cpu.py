@@ -175,9 +175,9 @@ def _library() -> Any:
 def _supported(inputs: tuple[Tensor, ...], state: Tensor | None) -> bool:
     """Types and devices the kernel takes, and whether it could be built here."""
     for x in inputs:
-        if x.dtype not in DTYPES or x.device.type != "cpu":
+        if x.dtype not in DTYPES or not x.is_cpu:
             return False
-    if state is not None and (state.dtype != torch.float32 or state.device.type != "cpu"):
+    if state is not None and (state.dtype != torch.float32 or not state.is_cpu):
         return False
     return _built()
 
