@@ -47,6 +47,9 @@ def short_conv(
     position: Int[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "B T C"]:
     """W shifted multiply-adds over the whole row; the result has u's dtype, the sum is taken in at least float32."""
+    result = _short_conv_cpu(u, weight, history, position)
+    if result is not None:
+        return result
     taps, tokens = weight.shape[-1], u.shape[1]
     before = u.new_zeros(u.shape[0], taps - 1, u.shape[2]) if history is None else history.to(u.dtype)
     padded = torch.cat((before, u), dim=1)
@@ -59,6 +62,14 @@ def short_conv(
             shifted = shifted.masked_fill((position < back)[None, :, None], 0)
         total = total + shifted * w[:, taps - 1 - back]
     return F.silu(total).to(u.dtype)
+
+
+def _short_conv_cpu(u: Tensor, weight: Tensor, history: Tensor | None, position: Tensor | None) -> Tensor | None:
+    """The same in one pass, or None where that does not apply: another device, float64, no compiler."""
+    from nanok3.kernels import short_conv_cpu
+
+    result = short_conv_cpu.short_conv(u, weight, history, position)
+    return None if result is NotImplemented else result
 
 
 class ShortConv(nn.Module):

@@ -32,8 +32,8 @@ float along_row(float inverse, float count, float g_x) { return inverse * invers
 extern "C" {
 
 // x: rows of D numbers, `stride` apart; weight (D) already rounded to their type.
-void rms_norm_forward(const void* x_, int64_t stride, const float* weight, void* out, int64_t rows, int64_t D, Type type,
-                      float eps, int64_t threads) {
+void rms_norm_forward(const void* x_, int64_t stride, const float* weight, void* out, int64_t rows, int64_t D,
+                      Type type, float eps, int64_t threads) {
   with_type(type, [=](auto t) {
     typedef decltype(t) T;
     for_blocks(Blocks(rows, BLOCK), threads, [=](int64_t, int64_t begin, int64_t end) {
