@@ -232,6 +232,8 @@ class K3(nn.Module):
     def reset_parameters(self) -> None:
         """Matrices and embeddings N(0, initializer_range); norms one; pseudo-queries over depth zero, so that every
         source starts with the same weight; convolutions and gates by their own rules. Does nothing on meta."""
+        if self.lm_head.weight.is_meta:
+            return  # drawing would cost a millisecond a tensor and give nothing
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
             if reset is not None and not isinstance(module, K3):
