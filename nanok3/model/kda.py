@@ -9,7 +9,7 @@ b in (0, 1), unit keys and queries, each token does four things:
     read     o  = s S^T q,   s = K^-1/2       after the write
 
 `kda_reference` is these four lines in a loop. `kda_chunked` computes the same with matrix products, C = 16 tokens at a
-time, and has a backward written by hand (spec: kernels 1.1-1.3). `kda` picks the fastest form that fits the inputs.
+time, and has a backward written by hand. `kda` picks the fastest form that fits the inputs.
 
     G_i = g_1 + ... + g_i inside the chunk          Khat = K e^G     Qhat = s Q e^G     Kend = K e^(G_C - G)
     N_ij = k_i . k_j e^(G_i - G_j), i > j           M_ij = s q_i . k_j e^(G_i - G_j), i >= j
