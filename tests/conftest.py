@@ -7,6 +7,7 @@ computed from them in float64; tests/fixtures/text/README.md says how they were 
 from __future__ import annotations
 
 import functools
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from nanok3.config import K3Config
 from nanok3.model.decoder import K3
-from nanok3.model.weights import load
+from nanok3.model.weights import disk_tensors, load
 
 FIXTURES = Path(__file__).parent / "fixtures"
 torch.set_num_threads(1)
@@ -73,10 +74,23 @@ def seed():
     torch.manual_seed(20260721)
 
 
-@pytest.fixture
-def unchecked():
-    """The package as a user runs it: without the shape checks that the test options switch on."""
+@contextmanager
+def without_shape_checks():
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def unchecked():
+    """The package as a user runs it: without the shape checks that the test options switch on."""
+    with without_shape_checks():
+        yield
+
+
+@pytest.fixture(scope="session")
+def release_tensors():
+    """Every tensor of the release on disk, from its config alone."""
+    with without_shape_checks():
+        return disk_tensors(K3Config.k3())
