@@ -10,8 +10,8 @@ what `zlib -9` and `xz -9e` need for the same bytes. Every token counts, and wha
     end              [EOS] is not part of the text: it adds neither nats nor bytes. (Compressors see the documents
                      joined and do not say where they end either.)
     long documents   a prediction looks back over at most `context` tokens: a longer document is cut into pieces that
-                     know nothing of each other, and each piece's first token is charged as above (a pessimistic
-                     count; `context=None` never cuts).
+                     know nothing of each other (`context=None` never cuts). The last token of a piece is read again
+                     as the first of the next, so that every token but a document's first is predicted once.
     compressors      start from nothing and carry no weights, where the model has read a corpus and its own size is
                      not counted. The comparison says how much of the text's regularity is found, not who wins a prize.
 
@@ -64,12 +64,11 @@ class TextTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over a set of documents; `nats` includes the charge for first tokens, of which there are `pieces`."""
+    """Sums over a set of documents; `nats` includes the charge for first tokens."""
 
     nats: float
     tokens: int
     bytes: int
-    pieces: int
 
     @property
     def loss(self) -> float:
@@ -98,56 +97,57 @@ def bits_per_byte(
     for name, value in (("context", context), ("row", row)):
         if value is not None and value < 2:
             raise ValueError(f"{name} is {value}; it must be at least 2 tokens")
-    pieces = [piece for document in documents for piece in cut(document, context)]
-    nats = len(pieces) * math.log(vocab_size)
+    texts = [document for document in documents if len(document)]
+    pieces = [piece for text in texts for piece in cut(text, context)]
+    nats = len(texts) * math.log(vocab_size)
     with evaluating(model):
-        for packed in pack((piece for piece in pieces if len(piece) <= row), row):
-            nats += _packed_nats(model, packed)
+        for group in pack((piece for piece in pieces if len(piece) <= row + 1), row):
+            nats += _packed_nats(model, group)
         for piece in pieces:
-            if len(piece) > row:
+            if len(piece) > row + 1:
                 nats += _long_nats(model, piece, row)
-    return Score(nats, sum(map(len, pieces)), byte_count, len(pieces))
+    return Score(nats, sum(map(len, texts)), byte_count)
 
 
 def cut(document: Sequence[int], context: int | None) -> list[Sequence[int]]:
-    """Pieces of at most `context` tokens, in order; none of an empty document."""
-    size = context or max(len(document), 1)
-    return [document[start : start + size] for start in range(0, len(document), size)]
+    """Pieces that make at most `context` predictions each, all of a document's together; none of a single token. A
+    piece of n + 1 tokens makes n predictions, and its last token begins the next piece."""
+    predictions = len(document) - 1
+    size = context or max(predictions, 1)
+    return [document[start : start + size + 1] for start in range(0, predictions, size)]
 
 
 def pack(pieces: Iterable[Sequence[int]], row: int) -> Iterator[list[Sequence[int]]]:
-    """Groups of whole pieces, each of at most `row` tokens together."""
+    """Groups of whole pieces that make at most `row` predictions together."""
     group: list[Sequence[int]] = []
     used = 0
     for piece in pieces:
-        if group and used + len(piece) > row:
+        if group and used + len(piece) - 1 > row:
             yield group
             group, used = [], 0
         group.append(piece)
-        used += len(piece)
+        used += len(piece) - 1
     if group:
         yield group
 
 
 def _packed_nats(model: LanguageModel, pieces: list[Sequence[int]]) -> float:
-    """Nats of all tokens but each piece's first."""
+    """Nats of all predictions, in one forward call."""
     device = model_device(model)
-    ids = torch.tensor([token for piece in pieces for token in piece], device=device)
-    bounds = torch.tensor([0, *map(len, pieces)], device=device).cumsum(0)
-    hidden = model.hidden_states(ids[None], cu_seqlens=bounds)[0]
-    predicts = torch.ones(len(ids), dtype=torch.bool, device=device)
-    predicts[bounds[1:] - 1] = False  # a last token's successor belongs to another piece
-    return next_token_nats(model, hidden[predicts], ids.roll(-1)[predicts]).sum().item()
+    inputs = torch.tensor([token for piece in pieces for token in piece[:-1]], device=device)
+    targets = torch.tensor([token for piece in pieces for token in piece[1:]], device=device)
+    bounds = torch.tensor([0, *(len(piece) - 1 for piece in pieces)], device=device).cumsum(0)
+    hidden = model.hidden_states(inputs[None], cu_seqlens=bounds)[0]
+    return next_token_nats(model, hidden, targets).sum().item()
 
 
 def _long_nats(model: LanguageModel, piece: Sequence[int], row: int) -> float:
     """The same for one piece longer than a row: window by window, memory carried over."""
     ids = torch.tensor(piece, device=model_device(model))
     state, nats = model.new_state(1), 0.0
-    for start in range(0, len(piece) - 1, row):
-        window = ids[start : min(start + row, len(piece) - 1)]
-        hidden = model.hidden_states(window[None], state=state)[0]
-        nats += next_token_nats(model, hidden, ids[start + 1 : start + 1 + len(window)]).sum().item()
+    for inputs, targets in zip(ids[:-1].split(row), ids[1:].split(row)):
+        hidden = model.hidden_states(inputs[None], state=state)[0]
+        nats += next_token_nats(model, hidden, targets).sum().item()
     return nats
 
 
@@ -233,13 +233,12 @@ def first_bytes(texts: Sequence[str], limit: int | None) -> list[str]:
     taken: list[str] = []
     left = math.inf if limit is None else limit
     for text in texts:
-        encoded = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        content = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        if len(content) > left:
+            content = content[: int(left)]
+        if whole := content.decode("utf-8", "ignore"):
+            taken.append(whole)
+        left -= len(content)
         if left <= 0:
             break
-        if len(encoded) > left:
-            encoded = encoded[: int(left)]
-        whole = encoded.decode("utf-8", "ignore")
-        if whole:
-            taken.append(whole)
-        left -= len(encoded)
     return taken

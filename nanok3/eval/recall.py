@@ -155,7 +155,7 @@ def recall_probe(
     ids: Sequence[int],
     distances: Sequence[int] = DISTANCES,
     pairs: Sequence[int] = PAIRS,
-    samples: int = 16,
+    samples: int = 8,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Both probes with random tokens of `ids` (at least 4; take tokens the model has often seen).

@@ -150,9 +150,11 @@ def overall(slices: dict[str, Record], name: str) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """45 s, 12 min, 1 h 05 min."""
+    """45 s, 2.5 min, 12 min, 1 h 05 min."""
     if seconds < 90:
         return f"{seconds:.0f} s"
+    if seconds < 570:
+        return f"{seconds / 60:.2g} min"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
 
@@ -236,11 +238,28 @@ def _making(run: Run) -> str:
     )
     events = [f"<li>step {r['step']}: {escape(r.get('message', ''))}</li>" for r in run.kind("event")]
     parts.append(f"<ul>{''.join(events)}</ul>" if events else "")
+    parts.append(_settings(run.config))
     if run.config_text:
-        parts.append(f"<pre>{escape(run.config_text.strip())}</pre>")
+        whole = f"<pre>{escape(run.config_text.strip())}</pre>"
+        parts.append(f"<details><summary>config.yaml, whole</summary>{whole}</details>")
     else:
         parts.append(missing("There is no config.yaml in the run folder."))
     return "".join(parts)
+
+
+def _settings(config: Record) -> str:
+    """The resolved settings, nested ones by their dotted names; the model's config stays in the whole file."""
+    settings = mapping_of(config, "settings") or {k: v for k, v in config.items() if k not in ("command", "model")}
+    rows = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _flat(settings))
+    return f'<dl class="settings">{rows}</dl>' if rows else ""
+
+
+def _flat(settings: Record, prefix: str = "") -> Iterable[tuple[str, object]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", "–" if value is None or value == [] else value
 
 
 _FACTS = {"hardware": "Hardware", "versions": "Versions"}
@@ -275,8 +294,9 @@ _ALWAYS = (
     "zlib and xz start from nothing and carry no weights, while the model has read a corpus of the same kinds of text "
     "and its own size is not counted. The comparison tells how much regularity was found, not who compresses better.",
     "Held-out text comes from the same sources as the training text. Other text will cost more bits.",
-    "Validation during training counts the tokens that have a predecessor in their row; the final table charges every "
-    "token, and first tokens as a uniform guess. The two differ a little.",
+    "Validation during training reads a small fixed sample of each slice and counts the tokens that have a "
+    "predecessor; the final table reads more text and charges every token, first tokens as a uniform guess. The two "
+    "differ.",
     "Recall is probed on random tokens. It does not measure remembering names or facts in running text.",
     "Half-lives tell how fast decay forgets. The delta rule also overwrites, and gates and later layers decide what is "
     "used, so that a long half-life is not yet a long memory.",

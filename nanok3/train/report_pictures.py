@@ -277,16 +277,13 @@ def _layer_names(record: Record) -> list[str]:
 def _shrunk(
     grid: list[list[float]], rows: list[str], most_rows: int, most_columns: int
 ) -> tuple[list[list[float]], list[str], list[str]]:
-    """The grid with neighbours averaged until it is small enough, with names for rows and (some) columns."""
+    """The grid with neighbours averaged until it is small enough, with names for its rows and columns."""
     by, across = -(-len(grid) // most_rows), -(-max(map(len, grid)) // most_columns)
     mean = [
         [_mean(v for row in grid[i : i + by] for v in row[j : j + across]) for j in range(0, len(grid[i]), across)]
         for i in range(0, len(grid), by)
     ]
-    width = max(map(len, mean))
-    every = max(1, width // 8)
-    columns = [str(j * across) if j % every == 0 else "" for j in range(width)]
-    return mean, rows[::by], columns
+    return mean, rows[::by], [str(j * across) for j in range(max(map(len, mean)))]
 
 
 def _mean(values: Iterable[float]) -> float:

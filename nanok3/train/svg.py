@@ -22,6 +22,7 @@ WIDTH, HEIGHT = 460, 262
 COLOURS = 6
 MOST_POINTS = 400
 MOST_HOVERS = 72
+_KEY = 34
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 Point = tuple[float, float]
@@ -113,13 +114,15 @@ def _marks(low: float, high: float, most: int) -> list[float]:
 
 
 def _log_marks(low: float, high: float, most: int) -> list[float]:
+    """The finest of several sets of round numbers whose neighbours keep their distance."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for digits in ((1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3)):
+    least = math.log(high / low) / (1.7 * most)
+    for digits in ((1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 5, 7), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3)):
         found = [d * 10.0**p for p in powers for d in digits if low <= d * 10.0**p <= high]
-        if len(found) <= most + 1:
+        if all(math.log(b / a) >= least for a, b in zip(found, found[1:])):
             return found
     decades = [10.0**p for p in powers if low <= 10.0**p <= high]
-    return decades[:: -(-len(decades) // most)]
+    return decades[:: max(1, -(-len(decades) // most))]
 
 
 # ---------------------------------------------------------------------- lines
@@ -190,7 +193,7 @@ def line_chart(
 
 def svg(parts: Iterable[str], width: float, height: float, description: str) -> str:
     """The element around drawn parts; on a wide page it grows a little beyond its units, not without bound."""
-    size = f'viewBox="0 0 {width:.0f} {height:.0f}" style="max-width:{1.2 * width:.0f}px"'
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{1.2 * width:.0f}" style="max-width:{1.2 * width:.0f}px"'
     head = f'<svg class="{"little" if width < 400 else "large"}" {size} role="img" aria-label="{escape(description)}">'
     return head + "".join(parts) + "</svg>"
 
@@ -280,7 +283,7 @@ def _hovers(frame: _Frame, line: Line, show: Callable[[float], str]) -> Iterable
     centres = [frame.px(x) for x, _ in points]
     edges = [frame.left, *((a + b) / 2 for a, b in zip(centres, centres[1:])), frame.left + frame.width]
     for (x, y), centre, start, end in zip(points, centres, edges, edges[1:]):
-        told = f"{compact(x)} {frame.x.label.split(',')[0]}: {show(y)}"
+        told = f"{show(y)} at {frame.x.show(x)}"
         yield (
             f'<g class="hover"><rect x="{start:.1f}" y="{frame.top:.1f}" width="{max(end - start, 0.1):.1f}" '
             f'height="{frame.height:.1f}"/><path class="level" d="M{centre:.1f} {frame.top:.1f}v{frame.height:.1f}"/>'
@@ -330,30 +333,35 @@ def heat_map(
     slanted: bool = False,
     show: Callable[[float], str] = compact,
 ) -> str:
-    """One cell a value, None for none; rows may end early. `numbers` writes the values into the cells."""
+    """One cell a value, None for none; rows may end early. `numbers` writes the values into the cells; `slanted` is for
+    column names that are wider than a cell. Where names would overlap only some are shown."""
     wide, high = cell
     left = 8 + 7.2 * max(len(row_name), *map(len, rows))
-    top = 22 + (5.2 * max(map(len, columns), default=4) * 0.72 + 10 if slanted else 18)
-    width = max(left + wide * len(columns) + (60 if slanted else 12), left + 250)
+    longest = max(map(len, columns), default=0)
+    top = 32 + 3.8 * longest if slanted else 40
     parts = [text(left - 6, 13, row_name, "name", "end"), text(left, 13, column_name, "name")]
-    for j, name in enumerate(columns):
-        x = left + wide * (j + 0.5)
-        if slanted:
-            parts.append(f'<g transform="translate({x:.1f} {top - 6:.1f}) rotate(-35)">{text(0, 0, name, "tick")}</g>')
-        elif name:
-            parts.append(text(x, top - 6, name, "tick", "middle"))
+    for j in range(0, len(columns), math.ceil((14 if slanted else 6.4 * longest + 4) / wide)):
+        parts.append(_column_label(left + wide * (j + 0.5), top - 6, columns[j], slanted))
     for i, (name, row) in enumerate(zip(rows, values)):
         y = top + high * i
-        parts.append(text(left - 6, y + high / 2 + 3.8, name, "tick", "end"))
+        if i % math.ceil(12 / high) == 0:
+            parts.append(text(left - 6, y + high / 2 + 3.8, name, "tick", "end"))
         for j, value in enumerate(row):
             if value is not None:
-                where = f"{name}, {columns[j] or j}: {show(value)}"
-                parts.append(_cell(left + wide * j, y, wide, high, value, shade, where))
+                x = left + wide * j
+                parts.append(_cell(x, y, wide, high, value, shade, f"{name}, {columns[j]}: {show(value)}"))
                 if numbers:
                     ink = "ink strong" if shade.strength(value) > 0.55 else "ink"
-                    parts.append(text(left + wide * (j + 0.5), y + high / 2 + 3.8, show(value), ink, "middle"))
+                    parts.append(text(x + wide / 2, y + high / 2 + 3.8, show(value), ink, "middle"))
     bottom = top + high * len(rows)
-    return svg([*parts, *_key(left, bottom + 16, shade, key_name, show)], width, bottom + 56, key_name)
+    right = max(wide * len(columns) + (60 if slanted else 12), _KEY * len(shade.scale) + 12 + 7.2 * len(key_name))
+    return svg([*parts, *_key(left, bottom + 16, shade, key_name, show)], left + right, bottom + 56, key_name)
+
+
+def _column_label(x: float, y: float, name: str, slanted: bool) -> str:
+    if not slanted:
+        return text(x, y, name, "tick", "middle")
+    return f'<g transform="translate({x:.1f} {y:.1f}) rotate(-35)">{text(0, 0, name, "tick")}</g>'
 
 
 def _cell(x: float, y: float, wide: float, high: float, value: float, shade: Shade, told: str) -> str:
@@ -367,9 +375,9 @@ def _cell(x: float, y: float, wide: float, high: float, value: float, shade: Sha
 
 def _key(left: float, top: float, shade: Shade, name: str, show: Callable[[float], str]) -> Iterable[str]:
     for i, value in enumerate(shade.scale):
-        yield _cell(left + 34 * i, top, 34, 10, value, shade, show(value))
-        yield text(left + 34 * i + 17, top + 23, show(value), "tick", "middle")
-    yield text(left + 34 * len(shade.scale) + 8, top + 9, name, "tick")
+        yield _cell(left + _KEY * i, top, _KEY, 10, value, shade, show(value))
+        yield text(left + _KEY * (i + 0.5), top + 23, show(value), "tick", "middle")
+    yield text(left + _KEY * len(shade.scale) + 8, top + 9, name, "tick")
 
 
 # ---------------------------------------------------------------------- histograms

@@ -17,7 +17,6 @@ from nanok3.train.diagnostics import (
     expert_loads,
     half_life,
     kda_half_lives,
-    parameter_counts,
 )
 
 IDS = torch.arange(2 * 24).view(2, 24) % 200
@@ -132,9 +131,3 @@ def test_hooks_are_removed_after_an_error(model: K3) -> None:
     with pytest.raises(ValueError, match="at least one token"):
         depth_weights(model, IDS[:, :0])
     assert model.training and not any(m._forward_pre_hooks for m in model.modules())
-
-
-def test_parameter_counts_of_the_release() -> None:
-    with torch.device("meta"):
-        counts = parameter_counts(K3(K3Config.k3()))
-    assert round(counts["active"] / 1e9, 1) == 104.2 and round(counts["total"] / 1e12, 2) == 2.78
