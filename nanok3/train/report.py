@@ -75,7 +75,7 @@ def _footer(run: Run) -> str:
 
 
 def _header(run: Run) -> str:
-    state = "finished run" if run.final else "unfinished run"
+    state = "finished run" if run.ended else "unfinished run"
     return (
         f'<header>\n<p class="kind">nanok3 · {state}</p>\n<h1>{escape(run.name)}</h1>\n'
         f'<p class="lede">{_lede(run)}</p>\n<dl class="tiles">{"".join(_tiles(run))}</dl>\n</header>'
@@ -165,7 +165,7 @@ def duration(seconds: float) -> str:
 def _compression(run: Run) -> str:
     slices = {k: v for k, v in mapping_of(run.final, "slices").items() if isinstance(v, dict)}
     if not slices:
-        return missing("Written at the end of the run, when zlib and xz are run on the same held-out bytes.")
+        return missing("Not measured yet: `nanok3 eval` runs the model, zlib and xz on the same held-out bytes.")
     values = [number(s.get(name)) or 0.0 for s in slices.values() for name in ("bits_per_byte", *COMPRESSORS)]
     rows = [_compression_row(name, s, max(values) or 1.0) for name, s in slices.items()]
     if len(slices) > 1:
@@ -234,7 +234,7 @@ def _making(run: Run) -> str:
     tables = [_facts(title, mapping_of(run.final, name)) for name, title in _FACTS.items()]
     known = "".join(table for table in tables if table)
     parts.append(
-        f'<div class="columns">{known}</div>' if known else missing("Hardware and versions follow at the end.")
+        f'<div class="columns">{known}</div>' if known else missing("Hardware and versions are noted by `nanok3 eval`.")
     )
     events = [f"<li>step {r['step']}: {escape(r.get('message', ''))}</li>" for r in run.kind("event")]
     parts.append(f"<ul>{''.join(events)}</ul>" if events else "")
@@ -278,8 +278,8 @@ def _limits(run: Run) -> str:
 
 def _defects(run: Run) -> Iterable[str]:
     """What is particular about this run's numbers."""
-    if not run.final:
-        yield "The run has not ended: what is measured at the end is missing, and every curve stops where it stands."
+    if not run.ended:
+        yield "The run has not ended: every curve stops where it stands."
     bad = [r["step"] for r in run.kind("train") if number(r.get("loss")) is None]
     if bad:
         yield f"{len(bad)} training steps have no finite loss (the first is step {bad[0]}); the curves leave them out."

@@ -295,7 +295,7 @@ def depth(run: Run) -> str:
     found = mapping_of(mapping_of(run.final, "diagnostics"), "depth_weights")
     weights, labels = found.get("weights"), found.get("labels")
     if not _is_grid(weights) or not isinstance(labels, list) or len(labels) != len(weights or []):
-        return missing("Measured at the end of the run (a model without attention residuals has none).")
+        return missing("Not measured yet: `nanok3 eval` does (a model without attention residuals has none).")
     assert weights is not None
     width = max(map(len, weights))
     sources = found.get("sources")
@@ -328,7 +328,7 @@ def retention(run: Run) -> str:
     lives, layers = found.get("half_lives"), found.get("layers")
     usable = isinstance(lives, list) and isinstance(layers, list) and len(lives) == len(layers)
     if not usable or not lives or not all(_is_grid(heads) for heads in lives):
-        return missing("Measured at the end of the run (a model without KDA layers has none).")
+        return missing("Not measured yet: `nanok3 eval` does (a model without KDA layers has none).")
     assert isinstance(layers, list)
     flat = [v for heads in lives for row in heads for v in row]
     x = fit("half-life in tokens, logarithmic", [min(v, 1e6) for v in flat], log=True, pad=0.02)
@@ -365,7 +365,7 @@ def recall(run: Run) -> str:
     figures = [_copy_chart(recall), _pairs_chart(recall)]
     shown = [f for f in figures if f]
     if not shown:
-        return missing("Probed at the end of the run.")
+        return missing("Not probed yet: `nanok3 eval` does.")
     words = (
         "Sequences of random tokens, which no knowledge of language can solve: the answer must be read from the "
         "context. Whiskers are 95 % intervals of the counted answers."

@@ -2,7 +2,7 @@
 
     config.yaml      the resolved settings, with `command`
     metrics.jsonl    one JSON object a line, with `kind` (train, eval, loads, sample, event) and `step`; see track.py
-    final.json       written at the end: slices, recall, diagnostics, parameters, hardware, versions, seconds
+    final.json       written by `nanok3 eval`: slices, recall, diagnostics, parameters, hardware, versions, seconds
 
 A run that went back to a checkpoint repeats steps: a train line that does not advance discards what was logged from its
 step on, and of several lines of one kind for one step the last counts. Lines that are not JSON (a killed writer) are
@@ -29,13 +29,15 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What the folder says. records: by kind, in order of steps; unreadable, repeated: lines left out."""
+    """What the folder says. records: by kind, in order of steps; ended: whether a final model lies there; unreadable,
+    repeated: lines left out."""
 
     name: str
     config_text: str = ""
     config: Record = field(default_factory=dict)
     records: dict[str, list[Record]] = field(default_factory=dict)
     final: Record = field(default_factory=dict)
+    ended: bool = False
     unreadable: int = 0
     repeated: int = 0
 
@@ -77,6 +79,7 @@ def read_run(folder: Path) -> Run:
         _mapping(config_text),
         by_kind,
         _mapping(_text(folder / "final.json")),
+        (folder / "model" / "config.json").is_file(),
         unreadable,
         len(records) - len(kept),
     )

@@ -73,6 +73,8 @@ def write_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     if final is not None:
         (folder / "final.json").write_text(json.dumps(final))
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
     if config:
         (folder / "config.yaml").write_text(config)
 
@@ -198,7 +200,7 @@ def test_a_run_in_progress_shows_what_there_is(tmp_path: Path) -> None:
     write_run(tmp_path, records)
     page, read = report(tmp_path)
     assert {"Training loss", "prose", "Learning rate"} <= set(read.texts["h3"]) and "Copying" not in read.texts["h3"]
-    assert "at the last validation" in page and "Probed at the end of the run." in page
+    assert "at the last validation" in page and "Not probed yet" in page
 
 
 def test_a_half_written_last_line_changes_nothing(tmp_path: Path) -> None:
