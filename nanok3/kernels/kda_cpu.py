@@ -8,7 +8,8 @@ quotients, so neither K3's bound of -5 nor any other is needed. A log_decay abov
 
 What the kernel cannot take (other types or devices, no compiler) returns NotImplemented, and the caller falls
 back to its torch form. Both passes are torch custom operators (`nanok3::kda_fwd`, `nanok3::kda_bwd`), so that
-torch.compile works around them; the backward pass keeps the inputs and one state per 64 tokens.
+torch.compile works around them. The backward pass keeps q, k, the gates, one state per 64 tokens and, in place of v,
+every token's error v - S^T k.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from nanok3.kernels import native
 from nanok3.kernels.rows import through_torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-TOKENS_PER_CHECKPOINT = 64
+TOKENS_PER_CHUNK, TOKENS_PER_STATE = 16, 64
 
 
 class _Problem(ctypes.Structure):
@@ -74,9 +75,9 @@ def kda(
     tracked = inputs if initial_state is None else (*inputs, initial_state)
     if through_torch(*tracked):
         save = torch.is_grad_enabled() and any(x.requires_grad for x in tracked)
-        o, final_state, _ = torch.ops.nanok3.kda_fwd(*inputs, initial_state, cu_seqlens, scale, save)
+        o, final_state, _, _ = torch.ops.nanok3.kda_fwd(*inputs, initial_state, cu_seqlens, scale, save)
     else:
-        o, final_state, _ = forward(*inputs, initial_state, cu_seqlens, scale, False)
+        o, final_state, _, _ = forward(*inputs, initial_state, cu_seqlens, scale, False)
     return o, final_state if output_final_state else None
 
 
@@ -110,13 +111,15 @@ def forward(
     cu_seqlens: Tensor | None,
     scale: float,
     save_for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """o, the final state and the states saved for `backward` (none unless asked for). Shapes as in `kda`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o, the final state, and the states and errors that `backward` wants (empty unless asked for). Shapes as in
+    `kda`."""
     call = _Call((q, k, v, log_decay, beta), initial_state, cu_seqlens, scale)
-    o, final_state, checkpoints = _empty_outputs(q, v, cu_seqlens, save_for_backward)
-    saved = checkpoints.data_ptr() if save_for_backward else None
-    _library().kda_forward(call.address, o.data_ptr(), final_state.data_ptr(), saved)
-    return o, final_state, checkpoints
+    outputs = _empty_outputs(q, v, cu_seqlens, save_for_backward)
+    o, final_state, states, errors = (x.data_ptr() for x in outputs)
+    saved = (states, errors) if save_for_backward else (None, None)
+    _library().kda_forward(call.address, o, final_state, *saved)
+    return outputs
 
 
 def backward(
@@ -124,23 +127,24 @@ def backward(
     dfinal: Tensor | None,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     log_decay: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
-    checkpoints: Tensor,
+    states: Tensor,
+    errors: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log_decay, beta (in their types) and of the initial state (empty when there is none)."""
-    call = _Call((q, k, v, log_decay, beta), initial_state, cu_seqlens, scale)
-    do = do.to(v.dtype).contiguous()
+    """Gradients of q, k, v, log_decay, beta (in their types; v's is do's) and of the initial state (empty when there
+    is none). v itself is not needed: `errors` carries what it gave."""
+    call = _Call((q, k, do, log_decay, beta), initial_state, cu_seqlens, scale)
+    do = call.kept[0][2]
     dfinal = None if dfinal is None else dfinal.float().contiguous()
-    H, HV = q.shape[2], v.shape[2]
+    H, HV = q.shape[2], do.shape[2]
     # Value heads that share a key each write their own gradient; the sum over the group is taken below.
     dq, dk = (x.new_empty(log_decay.shape, dtype=x.dtype if H == HV else torch.float32) for x in (q, k))
-    dv, dlog_decay, dbeta = (x.new_empty(x.shape) for x in (v, log_decay, beta))
-    dinitial = v.new_empty(0 if initial_state is None else initial_state.shape, dtype=torch.float32)
+    dv, dlog_decay, dbeta = (x.new_empty(x.shape) for x in (do, log_decay, beta))
+    dinitial = do.new_empty(0 if initial_state is None else initial_state.shape, dtype=torch.float32)
     gradients = _Gradients(
         do.data_ptr(),
         None if dfinal is None else dfinal.data_ptr(),
@@ -149,7 +153,7 @@ def backward(
         DTYPES[dq.dtype],
         DTYPES[dk.dtype],
     )
-    _library().kda_backward(call.address, ctypes.byref(gradients), checkpoints.data_ptr())
+    _library().kda_backward(call.address, ctypes.byref(gradients), states.data_ptr(), errors.data_ptr())
     if H != HV:
         dq, dk = (d.unflatten(2, (H, HV // H)).sum(3).to(x.dtype) for d, x in ((dq, q), (dk, k)))
     return dq, dk, dv, dlog_decay, dbeta, dinitial
@@ -166,7 +170,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, stat
 def _library() -> Any:
     library = native.load("kda")
     assert library is not None, "callers ask _supported first"
-    for function, arguments in ((library.kda_forward, 4), (library.kda_backward, 3), (library.kda_step, 3)):
+    for function, arguments in ((library.kda_forward, 5), (library.kda_backward, 4), (library.kda_step, 3)):
         function.argtypes = [ctypes.c_void_p] * arguments
         function.restype = None
     return library
@@ -257,16 +261,20 @@ class _Call:
 
 def _empty_outputs(
     q: Tensor, v: Tensor, cu_seqlens: Tensor | None, save_for_backward: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Unwritten o, final state and checkpoints: a sequence starting at token a owns the slots from a // 64 on."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Unwritten o, final state, and slots for states and errors: a sequence starting at token a owns the slots from
+    a // 64 and from a // 16 + (its number) on."""
     B, T, _, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    o = v.new_empty(v.shape)
+    state_slots, error_slots = (
+        (B * T // TOKENS_PER_STATE, B * T // TOKENS_PER_CHUNK + N) if save_for_backward else (0, 0)
+    )
+    K_padded, V_padded = (K + 15) // 16 * 16, (V + 31) // 32 * 32
     final_state = v.new_empty((N, HV, K, V), dtype=torch.float32)
-    slots = B * T // TOKENS_PER_CHECKPOINT if save_for_backward else 0
-    padded = (K + 15) // 16 * 16 * ((V + 31) // 32 * 32)
-    return o, final_state, v.new_empty((slots, HV, padded), dtype=torch.float32)
+    states = v.new_empty((state_slots, HV, K_padded * V_padded), dtype=torch.float32)
+    errors = v.new_empty((error_slots, HV, TOKENS_PER_CHUNK * V_padded), dtype=torch.float32)
+    return v.new_empty(v.shape), final_state, states, errors
 
 
 _SCHEMA_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta"
@@ -277,15 +285,16 @@ _forward_op = torch.library.custom_op(
     mutates_args=(),
     device_types="cpu",
     schema=f"({_SCHEMA_INPUTS}, Tensor? initial_state, Tensor? cu_seqlens, float scale, bool save_for_backward)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 _backward_op = torch.library.custom_op(
     "nanok3::kda_bwd",
     backward,
     mutates_args=(),
     device_types="cpu",
-    schema=f"(Tensor do, Tensor? dfinal, {_SCHEMA_INPUTS}, Tensor? initial_state, Tensor checkpoints,"
-    " Tensor? cu_seqlens, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor do, Tensor? dfinal, Tensor q, Tensor k, Tensor log_decay, Tensor beta, Tensor? initial_state,"
+    " Tensor states, Tensor errors, Tensor? cu_seqlens, float scale)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 _step_op = torch.library.custom_op(
     "nanok3::kda_step",
@@ -307,7 +316,7 @@ def _forward_fake(
     cu_seqlens: Tensor | None,
     scale: float,
     save_for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _empty_outputs(q, v, cu_seqlens, save_for_backward)
 
 
@@ -317,16 +326,16 @@ def _backward_fake(
     dfinal: Tensor | None,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     log_decay: Tensor,
     beta: Tensor,
     initial_state: Tensor | None,
-    checkpoints: Tensor,
+    states: Tensor,
+    errors: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dinitial = v.new_empty(0 if initial_state is None else initial_state.shape, dtype=torch.float32)
-    dq, dk, dv, dlog_decay, dbeta = (x.new_empty(x.shape) for x in (q, k, v, log_decay, beta))
+    dinitial = do.new_empty(0 if initial_state is None else initial_state.shape, dtype=torch.float32)
+    dq, dk, dv, dlog_decay, dbeta = (x.new_empty(x.shape) for x in (q, k, do, log_decay, beta))
     return dq, dk, dv, dlog_decay, dbeta, dinitial
 
 
@@ -335,21 +344,20 @@ def _step_fake(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor,
     return v.new_empty(v.shape)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, scale, _ = inputs
-    ctx.save_for_backward(*tensors, output[2])
-    ctx.scale = scale
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    q, k, v, log_decay, beta, initial_state, cu_seqlens, scale, _ = inputs
+    _, _, states, errors = output
+    ctx.save_for_backward(q, k, log_decay, beta, initial_state, states, errors, cu_seqlens)
+    ctx.scale, ctx.value_shape, ctx.value_dtype = scale, v.shape, v.dtype
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
+    ctx.mark_non_differentiable(states, errors)
 
 
-def _autograd(ctx: Any, do: Tensor | None, dfinal: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, log_decay, beta, initial_state, cu_seqlens, checkpoints = ctx.saved_tensors
-    do = torch.zeros_like(v) if do is None else do
-    *gradients, dinitial = torch.ops.nanok3.kda_bwd(
-        do, dfinal, q, k, v, log_decay, beta, initial_state, checkpoints, cu_seqlens, ctx.scale
-    )
-    return *gradients, (None if initial_state is None else dinitial), None, None, None
+def _autograd(ctx: Any, do: Tensor | None, dfinal: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    do = saved[0].new_zeros(ctx.value_shape, dtype=ctx.value_dtype) if do is None else do
+    *gradients, dinitial = torch.ops.nanok3.kda_bwd(do, dfinal, *saved, ctx.scale)
+    return *gradients, (dinitial if ctx.needs_input_grad[5] else None), None, None, None
 
 
 _forward_op.register_autograd(_autograd, setup_context=_keep_for_backward)

@@ -38,16 +38,17 @@ bool run(std::vector<int64_t> offsets, int64_t H, int64_t HV, int64_t K, int64_t
   p.q_type = p.k_type = p.v_type = type, p.log_decay_type = p.beta_type = wide;
 
   std::vector<char> o(v.size()), final_state(initial.size());
-  std::vector<float> saved(size_t(T / 64 * HV) * Size(p).state());
-  kda_forward(&p, o.data(), reinterpret_cast<float*>(final_state.data()), nullptr);
-  kda_forward(&p, o.data(), reinterpret_cast<float*>(final_state.data()), saved.data());
+  std::vector<float> saved(size_t(T / 64 * HV) * Size(p).state()), errors(size_t((T / 16 + N) * HV) * Size(p).errors());
+  kda_forward(&p, o.data(), reinterpret_cast<float*>(final_state.data()), nullptr, nullptr);
+  kda_forward(&p, o.data(), reinterpret_cast<float*>(final_state.data()), saved.data(), errors.data());
 
   std::vector<char> dq(T * HV * K * 4), dk(dq.size()), dv(v.size()), dg(g.size()), db(b.size()), d_initial(initial.size());
   Gradients d{d_o.data(), states ? reinterpret_cast<float*>(d_final.data()) : nullptr, dq.data(), dk.data(), dv.data(),
               dg.data(), db.data(), states ? reinterpret_cast<float*>(d_initial.data()) : nullptr, wide, wide};
-  kda_backward(&p, &d, saved.data());
+  p.v = nullptr;
+  kda_backward(&p, &d, saved.data(), errors.data());
 
-  p.offsets = nullptr, p.tokens = 1, p.sequences = N < T ? N : T;
+  p.v = v.data(), p.offsets = nullptr, p.tokens = 1, p.sequences = N < T ? N : T;
   kda_step(&p, reinterpret_cast<float*>(final_state.data()), o.data());
   return finite(o, type) && finite(final_state, wide) && finite(dq, wide) && finite(dk, wide) && finite(dv, type) &&
          finite(dg, wide) && finite(db, wide) && finite(d_initial, wide);

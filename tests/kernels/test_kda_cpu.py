@@ -278,8 +278,9 @@ def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda x, **k: empty_like(x, **k).fill_(float("nan")))
     inputs = make(1, 131, (1, 2, 20, 40), N=5)
     cu_seqlens = torch.tensor([0, 1, 1, 66, 130, 131])
-    outputs = kda_cpu.forward(*inputs, cu_seqlens, 0.2, True)
-    grads = kda_cpu.backward(outputs[0], outputs[1], *inputs, outputs[2], cu_seqlens, 0.2)
+    q, k, _, g, beta, state = inputs
+    o, final, *saved = outputs = kda_cpu.forward(*inputs, cu_seqlens, 0.2, True)
+    grads = kda_cpu.backward(o, final, q, k, g, beta, state, *saved, cu_seqlens, 0.2)
     assert all(x.isfinite().all() for x in (*outputs, *grads))
 
 
@@ -360,9 +361,9 @@ def test_operators_are_well_formed() -> None:
     torch.library.opcheck(torch.ops.nanok3.kda_fwd, (*inputs, None, 0.3, True))
     torch.library.opcheck(torch.ops.nanok3.kda_fwd, (*packed, cu_seqlens, 0.3, True))
     with torch.no_grad():
-        o, final, saved = kda_cpu.forward(*packed, cu_seqlens, 0.3, True)
-        plain = [x.detach() for x in packed]
-    torch.library.opcheck(torch.ops.nanok3.kda_bwd, (o, final, *plain, saved, cu_seqlens, 0.3))
+        o, final, *saved = kda_cpu.forward(*packed, cu_seqlens, 0.3, True)
+        q, k, _, g, beta, state = (x.detach() for x in packed)
+    torch.library.opcheck(torch.ops.nanok3.kda_bwd, (o, final, q, k, g, beta, state, *saved, cu_seqlens, 0.3))
     token = [x.detach()[:, :1] for x in inputs[:5]]
     torch.library.opcheck(torch.ops.nanok3.kda_step, (*token, inputs[5].detach(), 0.3))
 
@@ -392,8 +393,9 @@ def test_torch_compile_works_around_it() -> None:
 
 def test_nothing_is_saved_without_gradients() -> None:
     inputs = make(1, 130, (1, 1, 32, 32))
-    assert kda_cpu.forward(*inputs, None, 1.0, False)[2].numel() == 0
-    assert kda_cpu.forward(*inputs, None, 1.0, True)[2].shape == (2, 1, 32 * 32)
+    assert [x.numel() for x in kda_cpu.forward(*inputs, None, 1.0, False)[2:]] == [0, 0]
+    states, errors = kda_cpu.forward(*inputs, None, 1.0, True)[2:]
+    assert states.shape == (2, 1, 32 * 32) and errors.shape == (9, 1, 16 * 32)
 
 
 def test_what_it_does_not_take() -> None:

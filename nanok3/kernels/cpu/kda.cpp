@@ -15,8 +15,9 @@
 // cache while a chunk reads and updates it. K is padded to 16 and V to 32 with zeros, a short last chunk
 // with tokens that change nothing (k = q = v = 0, b = 0, g = 0).
 //
-// The backward pass walks blocks of 4 chunks from the last to the first: from the block's saved state it
-// recomputes the states before its chunks, then applies the chain rule of the formulas above. Terms with
+// The forward pass saves one state in 4 chunks and every token's error x = v - (prediction), with which the
+// backward pass needs no v. It walks blocks of 4 chunks from the last to the first: from the block's state and
+// errors it recomputes the states before its chunks, then applies the chain rule of the formulas above. Terms with
 // i = j in pair products have no gate in them and are added apart, so that dg is no difference of equals.
 #include "simd.h"
 
@@ -28,9 +29,9 @@ constexpr int BLOCK = 4;   // chunks between two saved states
 
 }  // namespace
 
-// One call's inputs. q, k (tokens, H, K); v (tokens, HV, V); log_decay (tokens, HV, K); beta (tokens, HV);
-// initial_state (N, HV, K, V) float32 or null; sequence n is the tokens offsets[n] to offsets[n + 1], or, without
-// offsets, the n-th `tokens` tokens.
+// One call's inputs. q, k (tokens, H, K); v (tokens, HV, V), null in the backward pass; log_decay (tokens, HV, K);
+// beta (tokens, HV); initial_state (N, HV, K, V) float32 or null. Sequence n is the tokens offsets[n] to
+// offsets[n + 1], or, without offsets, the n-th `tokens` tokens.
 struct Problem {
   const void *q, *k, *v, *log_decay, *beta;
   const float* initial_state;
@@ -40,8 +41,13 @@ struct Problem {
   Type q_type, k_type, v_type, log_decay_type, beta_type;
 };
 
+// What the forward pass leaves for the backward pass, null when there is to be none; see state_slot, error_slot.
+struct Saved {
+  float *states, *errors;  // (tokens / 64, HV, panels, Kp, P), (tokens / 16 + N, HV, panels, C, P)
+};
+
 struct Gradients {
-  const void* d_o;        // (tokens, HV, V), v's type
+  const void* d_o;        // (tokens, HV, V), v's type, as is dv
   const float* d_final;   // (N, HV, K, V) or null
   void *dq, *dk;          // (tokens, HV, K): summed over the heads of a group by the caller
   void *dv, *dlog_decay, *dbeta;
@@ -56,6 +62,7 @@ struct Size {
   explicit Size(const Problem& p)
       : K(int(p.K)), V(int(p.V)), Kp((int(p.K) + 15) / 16 * 16), panels((int(p.V) + P - 1) / P) {}
   size_t state() const { return size_t(panels) * Kp * P; }
+  size_t errors() const { return size_t(panels) * C * P; }
   int columns(int panel) const { return V - panel * P < P ? V - panel * P : P; }
 };
 
@@ -85,20 +92,20 @@ struct Chunk {
   float* total;               // (Kp): E_C
   float *n, *m, *l;           // (C, C): N, M and L = Diag(beta) N where i > j (M also i = j), nothing elsewhere
   float* beta;                // (C)
-  float *x, *vt;              // (panels, C, P): V - (K.E) S and Vt
+  float* vt;                  // (panels, C, P): Vt
+  const float* x;             // (panels, C, P): the errors V - (K.E) S, as the forward pass saved them
   int64_t token;              // first token and how many are real
   int count;
 
   static size_t floats(const Size& z) {
-    return size_t(8) * C * z.Kp + z.Kp + 3 * C * C + C + 2 * size_t(z.panels) * C * P;
+    return size_t(8) * C * z.Kp + z.Kp + 3 * C * C + C + z.errors();
   }
 
   void place(Arena& arena, const Size& z) {
     size_t rows = size_t(C) * z.Kp;
     for (float** p : {&k, &q, &decay, &end_t, &E, &F}) *p = arena.take(rows);
     for (float** p : {&n, &m, &l}) *p = arena.take(C * C);
-    for (float** p : {&x, &vt}) *p = arena.take(size_t(z.panels) * C * P);
-    hat = arena.take(2 * rows), total = arena.take(z.Kp), beta = arena.take(C);
+    vt = arena.take(z.errors()), hat = arena.take(2 * rows), total = arena.take(z.Kp), beta = arena.take(C);
   }
 };
 
@@ -109,7 +116,7 @@ void add_inputs(const Problem& p, const Task& t, int64_t token, Ahead& ahead) {
     ahead.add(p.k, key_row, p.k_type, int(p.K));
     ahead.add(p.q, key_row, p.q_type, int(p.K));
     ahead.add(p.log_decay, row * p.K, p.log_decay_type, int(p.K));
-    ahead.add(p.v, row * p.V, p.v_type, int(p.V));
+    if (p.v) ahead.add(p.v, row * p.V, p.v_type, int(p.V));
   }
 }
 
@@ -211,30 +218,33 @@ void write_panel(void* base, Type type, const Problem& p, const Size& z, const T
 }
 
 // predicted = hat S: rows 0..15 what the decayed state returns for each key, 16..31 for each query.
-template <int kRows>
 void predict(const Size& z, const Recurrence& rec, const float* state, float* predicted, Ahead& ahead) {
   product<1, P>(
-      kRows, z.Kp, rec.hat_t, 2 * C, state, P, [&](int r, int s, vf acc) { store(predicted + r * P + s, acc); }, ahead);
+      2 * C, z.Kp, rec.hat_t, 2 * C, state, P, [&](int r, int s, vf acc) { store(predicted + r * P + s, acc); }, ahead);
 }
 
-// x = v - prediction; solve (I + L) vt = beta x by substitution; then out = q's prediction + M vt (in place of v).
-template <bool kOutput>
-void solve(const Chunk& c, const float* predicted, float* v, float* x, float* vt) {
+// Solves (I + L) vt = beta x by substitution for one vector of columns; y holds x, then vt.
+INLINE void substitute(const Chunk& c, vf (&y)[C]) {
+  UNROLL
+  for (int i = 0; i < C; ++i) y[i] *= c.beta[i];
+  UNROLL
+  for (int j = 0; j < C; ++j)
+    UNROLL
+    for (int i = j + 1; i < C; ++i) y[i] -= splat(c.l[i * C + j]) * y[j];
+}
+
+// x = v - prediction, vt, and out = q's prediction + M vt in place of v; x is kept where there is room for it.
+void correct(const Chunk& c, const float* predicted, float* v, float* x, float* vt) {
   for (int col = 0; col < P; col += W) {
     vf y[C];
     UNROLL
-    for (int i = 0; i < C; ++i) {
-      vf error = load(v + i * P + col) - load(predicted + i * P + col);
-      if (!kOutput) store(x + i * P + col, error);
-      y[i] = error * c.beta[i];
-    }
-    UNROLL
-    for (int j = 0; j < C; ++j)
+    for (int i = 0; i < C; ++i) y[i] = load(v + i * P + col) - load(predicted + i * P + col);
+    if (x)
       UNROLL
-      for (int i = j + 1; i < C; ++i) y[i] -= splat(c.l[i * C + j]) * y[j];
+      for (int i = 0; i < C; ++i) store(x + i * P + col, y[i]);
+    substitute(c, y);
     UNROLL
     for (int i = 0; i < C; ++i) store(vt + i * P + col, y[i]);
-    if (!kOutput) continue;
     UNROLL
     for (int i = 0; i < C; ++i) {
       vf out = load(predicted + (C + i) * P + col);
@@ -242,6 +252,18 @@ void solve(const Chunk& c, const float* predicted, float* v, float* x, float* vt
       for (int j = 0; j <= i; ++j) out += splat(c.m[i * C + j]) * y[j];
       store(v + i * P + col, out);
     }
+  }
+}
+
+// vt from the errors.
+void correct_again(const Chunk& c, const float* x, float* vt) {
+  for (int col = 0; col < P; col += W) {
+    vf y[C];
+    UNROLL
+    for (int i = 0; i < C; ++i) y[i] = load(x + i * P + col);
+    substitute(c, y);
+    UNROLL
+    for (int i = 0; i < C; ++i) store(vt + i * P + col, y[i]);
   }
 }
 
@@ -253,8 +275,9 @@ void advance(const Size& z, const Chunk& c, const Recurrence& rec, const float* 
       [&](int r, int s, vf acc) { store(next + r * P + s, load(state + r * P + s) * c.total[r] + acc); }, ahead);
 }
 
-// Steps of `predict` and `advance` together, for a chunk.
-int recurrence_depth(const Size& z, int rows) { return z.panels * z.Kp * (rows / 8 + C / 8); }
+// Steps of `predict` and of `advance`, for a chunk.
+int predict_depth(const Size& z) { return z.panels * z.Kp * (2 * C / 8); }
+int advance_depth(const Size& z) { return z.panels * z.Kp * (C / 8); }
 
 void read_state(const float* src, const Size& z, float* state) {  // (K, V) -> panels; null is zero
   memset(state, 0, z.state() * 4);
@@ -270,23 +293,32 @@ void write_state(const float* state, const Size& z, float* dst) {
       memcpy(dst + size_t(i) * z.V + panel * P, state + (size_t(panel) * z.Kp + i) * P, size_t(z.columns(panel)) * 4);
 }
 
-// Saved states: one before every block but a sequence's first. A sequence that starts at token a owns the
-// slots from a / 64 on; since floor(a/64) + ceil(n/64) - 1 <= floor((a+n)/64), none overlap.
-float* checkpoint(float* checkpoints, const Problem& p, const Size& z, const Task& t, int64_t block) {
-  return checkpoints + ((t.begin / (C * BLOCK) + block - 1) * p.HV + t.head) * z.state();
+int64_t blocks_of(const Task& t) { return (t.end - t.begin + C * BLOCK - 1) / (C * BLOCK); }
+int64_t chunks_of(const Task& t) { return (t.end - t.begin + C - 1) / C; }
+
+// State slots: a state before every block of a sequence but the first. A sequence that starts at token a owns the
+// slots from a / 64 on; since floor(a/64) + ceil(n/64) - 1 <= floor((a+n)/64), none overlap. Error slots: one for
+// every chunk, from a / 16 + (the sequence's number) on, likewise.
+float* state_slot(const Saved& saved, const Problem& p, const Size& z, const Task& t, int64_t block) {
+  return saved.states + ((t.begin / (C * BLOCK) + block - 1) * p.HV + t.head) * z.state();
 }
 
-int64_t blocks_of(const Task& t) { return (t.end - t.begin + C * BLOCK - 1) / (C * BLOCK); }
+float* error_slot(const Saved& saved, const Problem& p, const Size& z, const Task& t, int64_t chunk) {
+  return saved.errors + ((t.begin / C + t.sequence + chunk) * p.HV + t.head) * z.errors();
+}
 
-void clear_unused(float* checkpoints, const Problem& p, const Size& z, const Task& t) {
+// Slots between this sequence's last and the next one's first: at most one of each kind.
+void clear_unused(const Saved& saved, const Problem& p, const Size& z, const Task& t) {
   for (int64_t block = blocks_of(t) > 1 ? blocks_of(t) : 1; block <= t.end / (C * BLOCK) - t.begin / (C * BLOCK); ++block)
-    memset(checkpoint(checkpoints, p, z, t, block), 0, z.state() * 4);
+    memset(state_slot(saved, p, z, t, block), 0, z.state() * 4);
+  for (int64_t chunk = chunks_of(t); chunk <= t.end / C - t.begin / C; ++chunk)
+    memset(error_slot(saved, p, z, t, chunk), 0, z.errors() * 4);
 }
 
 int64_t state_at(const Problem& p, const Task& t) { return (t.sequence * p.HV + t.head) * p.K * p.V; }
 
 void forward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, void* o, float* final_state,
-                  float* checkpoints) {
+                  const Saved& saved) {
   arena.reserve(Chunk::floats(z) + Recurrence::floats(z) + z.state() + 3 * C * P);
   Chunk c;
   Recurrence rec;
@@ -294,23 +326,25 @@ void forward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, 
   c.place(arena, z), rec.place(arena, z);
   float *state = arena.take(z.state()), *predicted = arena.take(2 * C * P), *v = arena.take(C * P);
   read_state(p.initial_state ? p.initial_state + state_at(p, t) : nullptr, z, state);
-  for (int64_t token = t.begin, i = 0; token < t.end; token += C, ++i) {
-    if (checkpoints && i && i % BLOCK == 0) memcpy(checkpoint(checkpoints, p, z, t, i / BLOCK), state, z.state() * 4);
-    prepare<false>(p, z, t, token, c, rec);
+  for (int64_t chunk = 0; chunk < chunks_of(t); ++chunk) {
+    if (saved.states && chunk && chunk % BLOCK == 0)
+      memcpy(state_slot(saved, p, z, t, chunk / BLOCK), state, z.state() * 4);
+    float* errors = saved.errors ? error_slot(saved, p, z, t, chunk) : nullptr;
+    prepare<false>(p, z, t, t.begin + chunk * C, c, rec);
     ahead.clear();
-    add_inputs(p, t, token + C, ahead);
-    ahead.spread_over(recurrence_depth(z, 2 * C));
+    add_inputs(p, t, c.token + C, ahead);
+    ahead.spread_over(predict_depth(z) + advance_depth(z));
     for (int panel = 0; panel < z.panels; ++panel) {
       float* s = state + size_t(panel) * z.Kp * P;
       read_panel(p.v, p.v_type, p, z, t, c, panel, v);
-      predict<2 * C>(z, rec, s, predicted, ahead);
-      solve<true>(c, predicted, v, nullptr, c.vt);
+      predict(z, rec, s, predicted, ahead);
+      correct(c, predicted, v, errors ? errors + panel * C * P : nullptr, c.vt);
       write_panel(o, p.v_type, p, z, t, c, panel, v);
       advance(z, c, rec, s, c.vt, s, ahead);
     }
   }
   write_state(state, z, final_state + state_at(p, t));
-  if (checkpoints) clear_unused(checkpoints, p, z, t);
+  if (saved.states) clear_unused(saved, p, z, t);
 }
 
 // What the backward pass of one chunk needs besides the chunk itself.
@@ -322,12 +356,12 @@ struct Scratch {
   float *rows;                 // (2C, P): [-b dY ; dO]
   float *dy;                   // (2C, P): [-dY ; dO]
   float *dy_t, *vt_t;          // (P, 2C), (P, C)
-  float *predicted, *v;        // (2C, P), (C, P)
+  float *dvt, *v;              // (C, P)
   float* across;               // (3C, Kp): pair gradients
   float *dhat, *dend, *out;    // (2C, Kp), (C, Kp), (3C, Kp)
 
   static size_t floats(const Size& z) {
-    return z.state() + size_t(12) * C * z.Kp + z.Kp * W + C * W + 2 * C * C + 10 * size_t(C) * P;
+    return z.state() + size_t(12) * C * z.Kp + z.Kp * W + C * W + 2 * C * C + 9 * size_t(C) * P;
   }
 
   void place(Arena& arena, const Size& z) {
@@ -336,7 +370,7 @@ struct Scratch {
     dhat_t = arena.take(2 * rows16), dend_t = arena.take(rows16);
     dpair = arena.take(2 * C * C), dbeta = arena.take(C * W), dtotal = arena.take(z.Kp * W);
     rows = arena.take(2 * C * P), dy = arena.take(2 * C * P), dy_t = arena.take(2 * C * P), vt_t = arena.take(C * P);
-    predicted = arena.take(2 * C * P), v = arena.take(C * P);
+    dvt = arena.take(C * P), v = arena.take(C * P);
     across = arena.take(3 * rows16);
     dhat = arena.take(2 * rows16), dend = arena.take(rows16), out = arena.take(3 * rows16);
   }
@@ -377,8 +411,8 @@ void backward_panel(const Problem& p, const Size& z, const Task& t, const Gradie
   float* d_state = s.d_state + size_t(panel) * z.Kp * P;
   read_panel(g.d_o, p.v_type, p, z, t, c, panel, s.dy + C * P);
   product<1, P>(
-      C, z.Kp, c.end_t, C, d_state, P, [&](int r, int q, vf acc) { store(s.predicted + r * P + q, acc); }, ahead);
-  solve_transposed(c, x, s.predicted, s);
+      C, z.Kp, c.end_t, C, d_state, P, [&](int r, int q, vf acc) { store(s.dvt + r * P + q, acc); }, ahead);
+  solve_transposed(c, x, s.dvt, s);
   write_panel(g.dv, p.v_type, p, z, t, c, panel, s.v);
   transpose(s.dy, P, 2 * C, P, s.dy_t, 2 * C);
   transpose(vt, P, C, P, s.vt_t, C);
@@ -532,28 +566,26 @@ void backward_chunk(const Problem& p, const Size& z, const Task& t, const Gradie
 }
 
 // Chunks of one block with the state before each: states[i] leads to states[i + 1].
-void recompute(const Problem& p, const Size& z, const Task& t, const Gradients& g, int64_t begin, int count,
-               Chunk* chunks, Recurrence& rec, float* states, Scratch& s, Ahead& ahead) {
+void recompute(const Problem& p, const Size& z, const Task& t, const Gradients& g, const Saved& saved, int64_t first,
+               int count, Chunk* chunks, Recurrence& rec, float* states, Ahead& ahead) {
   for (int i = 0; i < count; ++i) {
     Chunk& c = chunks[i];
-    prepare<true>(p, z, t, begin + i * C, c, rec);
+    prepare<true>(p, z, t, t.begin + (first + i) * C, c, rec);
+    c.x = error_slot(saved, p, z, t, first + i);
     ahead.clear();
     if (i + 1 < count) add_inputs(p, t, c.token + C, ahead);
     else add_outputs(p, t, g, c, ahead);
-    ahead.spread_over(recurrence_depth(z, C));
+    ahead.spread_over(advance_depth(z));
     for (int panel = 0; panel < z.panels; ++panel) {
-      float* state = states + i * z.state() + size_t(panel) * z.Kp * P;
-      float *x = c.x + panel * C * P, *vt = c.vt + panel * C * P;
-      read_panel(p.v, p.v_type, p, z, t, c, panel, s.v);
-      predict<C>(z, rec, state, s.predicted, ahead);
-      solve<false>(c, s.predicted, s.v, x, vt);
+      float *state = states + i * z.state() + size_t(panel) * z.Kp * P, *vt = c.vt + panel * C * P;
+      correct_again(c, c.x + panel * C * P, vt);
       if (i + 1 < count) advance(z, c, rec, state, vt, state + z.state(), ahead);
     }
   }
 }
 
 void backward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, const Gradients& g,
-                   const float* checkpoints) {
+                   const Saved& saved) {
   arena.reserve(BLOCK * (Chunk::floats(z) + z.state()) + Recurrence::floats(z) + Scratch::floats(z));
   Chunk chunks[BLOCK];
   for (Chunk& c : chunks) c.place(arena, z);
@@ -564,17 +596,17 @@ void backward_task(const Problem& p, const Size& z, const Task& t, Arena& arena,
   rec.place(arena, z), s.place(arena, z);
   read_state(g.d_final ? g.d_final + state_at(p, t) : nullptr, z, s.d_state);
   for (int64_t block = blocks_of(t) - 1; block >= 0; --block) {
-    int64_t begin = t.begin + block * C * BLOCK, left = (t.end - begin + C - 1) / C;
-    int count = int(left < BLOCK ? left : BLOCK);
+    const int64_t first = block * BLOCK, left = chunks_of(t) - first;
+    const int count = int(left < BLOCK ? left : BLOCK);
     if (block)
-      memcpy(states, checkpoint(const_cast<float*>(checkpoints), p, z, t, block), z.state() * 4);
+      memcpy(states, state_slot(saved, p, z, t, block), z.state() * 4);
     else
       read_state(p.initial_state ? p.initial_state + state_at(p, t) : nullptr, z, states);
-    recompute(p, z, t, g, begin, count, chunks, rec, states, s, ahead);
+    recompute(p, z, t, g, saved, first, count, chunks, rec, states, ahead);
     for (int i = count - 1; i >= 0; --i) {
       ahead.clear();
       if (i) add_outputs(p, t, g, chunks[i - 1], ahead);
-      else add_inputs(p, t, begin - BLOCK * C, ahead);
+      else add_inputs(p, t, chunks[0].token - BLOCK * C, ahead);
       ahead.spread_over(backward_depth(z));
       backward_chunk(p, z, t, g, chunks[i], states + i * z.state(), s, ahead);
     }
@@ -674,15 +706,17 @@ void step_task(const Problem& p, const Size& z, const Task& t, Arena& arena, flo
 
 extern "C" {
 
-// o (tokens, HV, V), final_state (N, HV, K, V), checkpoints (tokens / 64, HV, padded state) or null.
-void kda_forward(const Problem* p, void* o, float* final_state, float* checkpoints) {
+// o (tokens, HV, V), final_state (N, HV, K, V).
+void kda_forward(const Problem* p, void* o, float* final_state, float* states, float* errors) {
   const Size z(*p);
-  for_each_task(*p, [&](const Task& t, Arena& arena) { forward_task(*p, z, t, arena, o, final_state, checkpoints); });
+  const Saved saved{states, errors};
+  for_each_task(*p, [&](const Task& t, Arena& arena) { forward_task(*p, z, t, arena, o, final_state, saved); });
 }
 
-void kda_backward(const Problem* p, const Gradients* g, const float* checkpoints) {
+void kda_backward(const Problem* p, const Gradients* g, float* states, float* errors) {
   const Size z(*p);
-  for_each_task(*p, [&](const Task& t, Arena& arena) { backward_task(*p, z, t, arena, *g, checkpoints); });
+  const Saved saved{states, errors};
+  for_each_task(*p, [&](const Task& t, Arena& arena) { backward_task(*p, z, t, arena, *g, saved); });
 }
 
 // One token of every sequence; state (N, HV, K, V) is updated in place, o is (N, HV, V).
