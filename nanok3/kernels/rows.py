@@ -24,11 +24,13 @@ _ARGUMENTS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "t": ctypes.c_int32, "f
 
 
 def supported(library: str, first: Tensor, *others: Tensor) -> bool:
-    """Whether all are on the CPU, of one type the kernels know, and the library could be built here."""
+    """Whether all are ordinary CPU tensors of one type the kernels know, and the library could be built here. What
+    only looks like a tensor (distributed, fake, wrapped by a user) has no memory of its own to be read."""
+    tensors = (first, *others)
     return (
         first.dtype in DTYPES
-        and first.device.type == "cpu"
-        and all(x.dtype == first.dtype and x.device == first.device for x in others)
+        and all(x.device.type == "cpu" and x.dtype == first.dtype for x in tensors)
+        and all(type(x) in (Tensor, nn.Parameter) for x in tensors)
         and _built(library)
     )
 
@@ -39,13 +41,9 @@ def _built(library: str) -> bool:
 
 
 def through_torch(*inputs: Any) -> bool:
-    """Whether the call must go through torch's dispatcher: to be differentiated, traced, or run without data."""
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
-    return (
-        torch.compiler.is_compiling()
-        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-        or any(type(x) not in (Tensor, nn.Parameter) for x in tensors)
-    )
+    """Whether the call must go through torch's dispatcher: to be traced or differentiated."""
+    tracked = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    return torch.compiler.is_compiling() or (tracked and torch.is_grad_enabled())
 
 
 @functools.cache

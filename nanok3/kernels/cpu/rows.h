@@ -22,17 +22,21 @@ INLINE vf load(const bf16* p) {
   return (vf)(__builtin_convertvector(bits, vu) << 16);
 }
 
-INLINE vu rounded_bits(vf x) {  // bf16 in the low half: to nearest even, a NaN stays one
-  vu bits = (vu)x;
-  vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return x == x ? rounded : ((bits >> 16) | 0x40);
+// To nearest even; a NaN stays one. The processor's own instruction also makes zeros of numbers below 2^-126.
+INLINE vh rounded(vf x) {
+#if defined(__AVX512BF16__)
+  return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+  vu bits = (vu)x, nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(x == x ? nearest : ((bits >> 16) | 0x40), vh);
+#endif
 }
 
-INLINE void store(bf16* p, vf x) { *reinterpret_cast<vh_any*>(p) = __builtin_convertvector(rounded_bits(x), vh); }
+INLINE void store(bf16* p, vf x) { *reinterpret_cast<vh_any*>(p) = rounded(x); }
 
 // x as it would come back from memory of type T.
 INLINE vf rounded_to(const float*, vf x) { return x; }
-INLINE vf rounded_to(const bf16*, vf x) { return (vf)(rounded_bits(x) << 16); }
+INLINE vf rounded_to(const bf16*, vf x) { return (vf)(__builtin_convertvector(rounded(x), vu) << 16); }
 
 INLINE float read_one(const float* p) { return *p; }
 INLINE float read_one(const bf16* p) { return widen(p->bits); }
@@ -116,7 +120,7 @@ INLINE Exponential exponential(vf x) {
   y = y * r + 4.1665795894e-2f;
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
-  vi power = (((vi)shifted) << 23) + 0x3f800000;
+  vu power = (((vu)shifted) << 23) + 0x3f800000u;
   return {(vf)power, y * (r * r) + r};
 }
 
