@@ -59,6 +59,7 @@ def name_of(path):
 MODULES = {name_of(path): path for path in FILES}
 
 
+@functools.cache
 def imports(path):
     """(module, 'top' | 'function' | 'typing') of every import statement in a file; of ours down to the file."""
     found = []
@@ -147,6 +148,7 @@ def test_imports_stand_at_the_top(path):
         assert optional or (module.startswith("nanok3.kernels")), f"{where(path)} imports {module} inside a function"
 
 
+@functools.cache
 def graph(*kinds):
     """module -> the modules of ours that it imports; a package counts only if its __init__ imports something."""
     edges = {}

@@ -165,7 +165,7 @@ def small_model(depth, block, **changes):
 
 
 @pytest.mark.parametrize("depth", [1, 12, 13, 24, 25])
-def test_item_25_depths_that_are_no_multiple_of_the_block(depth, monkeypatch):
+def test_item_25_depths_that_are_no_multiple_of_the_block(depth, monkeypatch, unchecked):
     """Item 25: layer l sees ceil(l / 12) banked sources before its attention and floor(l / 12) + 1 before its feed-
     forward, the last read all of them and the running sum; layer 0 has no mix before its attention."""
     cfg = K3Config.tiny(vocab_size=64, bos_token_id=0, eos_token_id=1, pad_token_id=2, media_placeholder_token_id=3)
@@ -227,7 +227,7 @@ def test_the_first_attention_reads_the_embedding_as_it_is():
     assert torch.equal(model(ids).logits, before), "layer 0 has the tensors and never reads them"
 
 
-def test_the_release_mixes_nine_sources_at_the_end(monkeypatch):
+def test_the_release_mixes_nine_sources_at_the_end(monkeypatch, unchecked):
     """93 = 7 * 12 + 9: eight banked sources and the running sum."""
     cfg = replace(
         K3Config.tiny(), num_hidden_layers=93, attn_res_block_size=12, hidden_size=16, intermediate_size=8,

@@ -11,7 +11,7 @@ from nanok3.config import K3Config
 from nanok3.model.cache import KDAState, LatentCache, ModelState, Snapshot
 from nanok3.model.decoder import K3
 
-pytestmark = pytest.mark.usefixtures("without_gradients")
+pytestmark = pytest.mark.usefixtures("without_gradients", "unchecked")
 
 
 @pytest.fixture

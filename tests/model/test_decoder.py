@@ -124,7 +124,7 @@ def test_the_embedding_is_neither_scaled_nor_tied():
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_a_later_token_changes_nothing_before_it(variant):
+def test_a_later_token_changes_nothing_before_it(variant, unchecked):
     model = build(**variant)
     ids = draw_ids(2, 20)
     before = model(ids).logits
@@ -141,7 +141,7 @@ BOUNDS = [[0, 30], [0, 1, 30], [0, 13, 13, 14, 30], [0, 5, 16, 17, 30, 30]]
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_item_18_packed_documents_equal_each_alone(variant, dtype):
+def test_item_18_packed_documents_equal_each_alone(variant, dtype, unchecked):
     """Item 18: there is no padding to leak from. Texts of different lengths share a row, and each comes out as alone,
     to its conv state, its S and its attention."""
     model = build(dtype, **variant)
@@ -154,7 +154,7 @@ def test_item_18_packed_documents_equal_each_alone(variant, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_item_28_a_nan_document_reaches_no_other(variant, dtype):
+def test_item_28_a_nan_document_reaches_no_other(variant, dtype, unchecked):
     """Item 28: the embedding row of a token that one document alone uses is NaN."""
     model = build(dtype, **variant)
     ids = draw_ids(1, 30).clamp(max=250)
@@ -178,7 +178,7 @@ def test_a_nan_row_of_a_batch_reaches_no_other():
     close(poisoned[[0, 2]], clean[[0, 2]])
 
 
-def test_gradients_of_packed_documents_are_the_sum_of_each_alone():
+def test_gradients_of_packed_documents_are_the_sum_of_each_alone(unchecked):
     model = build()
     ids, bounds = draw_ids(1, 24), [0, 7, 8, 24]
     names = [n for n, p in model.named_parameters()]
