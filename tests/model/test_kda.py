@@ -259,26 +259,40 @@ def test_memory_around_the_inputs_is_never_read(backend, tokens, dtype):
 # ------------------------------------------------------------------ what comes later changes nothing before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+FORMS_AND_DTYPES = [("torch", torch.float32), ("torch", torch.float64), ("auto", torch.float32)]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), FORMS_AND_DTYPES)
 @pytest.mark.parametrize("gate", ["random", "floor", "wild"])
 @pytest.mark.parametrize("t", [1, 7, 16, 20, 48, 63])
-def test_prefix_invariance_bit_for_bit(t, gate, dtype):
+def test_prefix_invariance_bit_for_bit(t, gate, backend, dtype):
     q, k, v, g, b, state = draw(64, batch=2, gate=gate, dtype=dtype)
-    before, _ = kda_chunked(q, k, v, g, b, state)
+    before, _ = kda(q, k, v, g, b, state, backend=backend)
     others = draw(64, batch=2, gate="wild", dtype=dtype)
     changed = [torch.cat((x[:, :t], y[:, t:]), dim=1) for x, y in zip((q, k, v, g, b), others)]
-    after, _ = kda_chunked(*changed, state)
+    after, _ = kda(*changed, state, backend=backend)
     assert torch.equal(after[:, :t], before[:, :t])
     assert not torch.equal(after[:, t:], before[:, t:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("backend", "dtype"), FORMS_AND_DTYPES)
 @pytest.mark.parametrize("t", [1, 15, 16, 17, 40, 64])
-def test_appending_tokens_changes_no_bit(t, dtype):
+def test_appending_tokens_changes_no_bit(t, backend, dtype):
     q, k, v, g, b, state = draw(100, dtype=dtype)
-    whole, _ = kda_chunked(q, k, v, g, b, state)
-    prefix, _ = kda_chunked(q[:, :t], k[:, :t], v[:, :t], g[:, :t], b[:, :t], state)
+    whole, _ = kda(q, k, v, g, b, state, backend=backend)
+    prefix, _ = kda(q[:, :t], k[:, :t], v[:, :t], g[:, :t], b[:, :t], state, backend=backend)
     assert torch.equal(whole[:, :t], prefix)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), FORMS_AND_DTYPES)
+def test_a_later_gate_below_the_bound_changes_rounding_at_most(backend, dtype):
+    """An unbounded gate sends the whole row through exact differences, so bits may change before it, values not."""
+    q, k, v, g, b, state = draw(64, dtype=dtype)
+    before, _ = kda(q, k, v, g, b, state, backend=backend)
+    g[:, 40:] -= 20
+    after, _ = kda(q, k, v, g, b, state, backend=backend)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(after[:, :40], before[:, :40], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
