@@ -38,7 +38,8 @@ bool run(std::vector<int64_t> offsets, int64_t H, int64_t HV, int64_t K, int64_t
   p.q_type = p.k_type = p.v_type = type, p.log_decay_type = p.beta_type = wide;
 
   std::vector<char> o(v.size()), final_state(initial.size());
-  std::vector<float> saved(size_t(T / 64 * HV) * Size(p).state()), errors(size_t((T / 16 + N) * HV) * Size(p).errors());
+  std::vector<float> saved(size_t(T / 64 * HV) * Size(p).state());
+  std::vector<float> errors(size_t((T / 16 + N) * HV) * Size(p).errors());
   kda_forward(&p, o.data(), reinterpret_cast<float*>(final_state.data()), nullptr, nullptr);
   kda_forward(&p, o.data(), reinterpret_cast<float*>(final_state.data()), saved.data(), errors.data());
 

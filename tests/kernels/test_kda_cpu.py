@@ -271,15 +271,14 @@ def test_poisoned_neighbours(size: tuple[int, int, int, int], dtype: torch.dtype
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(*results, strict=True))
 
 
-def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs start as NaN instead of whatever memory held."""
-    new_empty, empty_like = Tensor.new_empty, torch.empty_like
+@pytest.mark.parametrize("lengths", ((1, 0, 65, 64, 1), (16, 3), (40, 40, 40)))
+def test_every_element_is_written(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs start as NaN instead of whatever memory held; the slots no sequence uses are written too."""
+    new_empty = Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", lambda x, *a, **k: new_empty(x, *a, **k).fill_(float("nan")))
-    monkeypatch.setattr(torch, "empty_like", lambda x, **k: empty_like(x, **k).fill_(float("nan")))
-    inputs = make(1, 131, (1, 2, 20, 40), N=5)
-    cu_seqlens = torch.tensor([0, 1, 1, 66, 130, 131])
-    q, k, _, g, beta, state = inputs
-    o, final, *saved = outputs = kda_cpu.forward(*inputs, cu_seqlens, 0.2, True)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    q, k, v, g, beta, state = make(1, sum(lengths), (1, 2, 20, 40), N=len(lengths))
+    o, final, *saved = outputs = kda_cpu.forward(q, k, v, g, beta, state, cu_seqlens, 0.2, True)
     grads = kda_cpu.backward(o, final, q, k, g, beta, state, *saved, cu_seqlens, 0.2)
     assert all(x.isfinite().all() for x in (*outputs, *grads))
 

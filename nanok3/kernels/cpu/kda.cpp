@@ -23,9 +23,9 @@
 
 namespace {
 
-constexpr int C = 16;      // tokens in a chunk
-constexpr int P = 32;      // value columns in a panel
-constexpr int BLOCK = 4;   // chunks between two saved states
+constexpr int C = 16;     // tokens in a chunk
+constexpr int P = 32;     // value columns in a panel
+constexpr int BLOCK = 4;  // chunks between two saved states
 
 }  // namespace
 
@@ -97,9 +97,7 @@ struct Chunk {
   int64_t token;              // first token and how many are real
   int count;
 
-  static size_t floats(const Size& z) {
-    return size_t(8) * C * z.Kp + z.Kp + 3 * C * C + C + z.errors();
-  }
+  static size_t floats(const Size& z) { return size_t(8) * C * z.Kp + z.Kp + 3 * C * C + C + z.errors(); }
 
   void place(Arena& arena, const Size& z) {
     size_t rows = size_t(C) * z.Kp;
@@ -309,7 +307,8 @@ float* error_slot(const Saved& saved, const Problem& p, const Size& z, const Tas
 
 // Slots between this sequence's last and the next one's first: at most one of each kind.
 void clear_unused(const Saved& saved, const Problem& p, const Size& z, const Task& t) {
-  for (int64_t block = blocks_of(t) > 1 ? blocks_of(t) : 1; block <= t.end / (C * BLOCK) - t.begin / (C * BLOCK); ++block)
+  const int64_t last_block = t.end / (C * BLOCK) - t.begin / (C * BLOCK);
+  for (int64_t block = blocks_of(t) > 1 ? blocks_of(t) : 1; block <= last_block; ++block)
     memset(state_slot(saved, p, z, t, block), 0, z.state() * 4);
   for (int64_t chunk = chunks_of(t); chunk <= t.end / C - t.begin / C; ++chunk)
     memset(error_slot(saved, p, z, t, chunk), 0, z.errors() * 4);
@@ -344,7 +343,7 @@ void forward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, 
     }
   }
   write_state(state, z, final_state + state_at(p, t));
-  if (saved.states) clear_unused(saved, p, z, t);
+  if (saved.errors) clear_unused(saved, p, z, t);
 }
 
 // What the backward pass of one chunk needs besides the chunk itself.
