@@ -152,8 +152,8 @@ def _long_nats(model: LanguageModel, piece: Sequence[int], row: int) -> float:
 
 
 def next_token_nats(
-    model: LanguageModel, hidden: Float[Tensor, "n D"], targets: Int[Tensor, "n"]
-) -> Float[Tensor, "n"]:
+    model: LanguageModel, hidden: Float[Tensor, "n D"], targets: Int[Tensor, " n"]
+) -> Float[Tensor, " n"]:
     """-log p(target) of each row in nats, float64; the logits of `CHUNK` rows exist at a time."""
     parts = [hidden.new_zeros(0, dtype=torch.float64)]
     for states, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK)):

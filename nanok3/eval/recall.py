@@ -56,7 +56,7 @@ class RecallBatch:
 
 
 def copy_batch(
-    ids: Int[Tensor, "n"], distance: int, samples: int, generator: torch.Generator, segment: int = SEGMENT
+    ids: Int[Tensor, " n"], distance: int, samples: int, generator: torch.Generator, segment: int = SEGMENT
 ) -> RecallBatch:
     """A segment, noise, the segment again; a repeated token stands `distance` after its first occurrence. Asked for:
     all of the repetition but its first token. A distance below `segment` shortens the segment to it."""
@@ -71,7 +71,7 @@ def copy_batch(
 
 
 def pairs_batch(
-    ids: Int[Tensor, "n"], pairs: int, samples: int, generator: torch.Generator, queries: int | None = None
+    ids: Int[Tensor, " n"], pairs: int, samples: int, generator: torch.Generator, queries: int | None = None
 ) -> RecallBatch:
     """`pairs` distinct keys, each followed by its value, then `queries` of these pairs (all unless said otherwise) in
     another order. Keys are drawn from the first half of `ids`, values from the second, so that a token's role is
@@ -93,11 +93,11 @@ def pairs_batch(
     return RecallBatch(sequence[:, :-1], targets[:, :-1])
 
 
-def key_ids(ids: Int[Tensor, "n"]) -> Int[Tensor, "k"]:
+def key_ids(ids: Int[Tensor, " n"]) -> Int[Tensor, " k"]:
     return ids[: len(ids) // 2]
 
 
-def value_ids(ids: Int[Tensor, "n"]) -> Int[Tensor, "v"]:
+def value_ids(ids: Int[Tensor, " n"]) -> Int[Tensor, " v"]:
     return ids[len(ids) // 2 :]
 
 
@@ -132,7 +132,7 @@ class Answers:
         return {"accuracy": self.right / n, "nats": self.nats / n, "predictions": self.predictions}
 
 
-def answers(model: LanguageModel, batch: RecallBatch, choices: Int[Tensor, "c"]) -> Answers:
+def answers(model: LanguageModel, batch: RecallBatch, choices: Int[Tensor, " c"]) -> Answers:
     """Examine `model` on `batch`; it chooses among the ids `choices`."""
     predictions, right, nats = 0, 0, 0.0
     device = model_device(model)
