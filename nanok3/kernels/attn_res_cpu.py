@@ -22,7 +22,7 @@ from nanok3.kernels import rows
 
 def mix(
     sources: Sequence[Float[Tensor, "*b D"]],
-    norm: Float[Tensor, D],
+    norm: Float[Tensor, " D"],
     query: Float[Tensor, "1 D"],
     eps: float,
 ) -> Float[Tensor, "*b D"] | NotImplementedType:

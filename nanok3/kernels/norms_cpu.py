@@ -27,7 +27,7 @@ LARGEST_LOG_RATE = 80.0
 
 
 def rms_norm(
-    x: Float[Tensor, "*b d"], weight: Float[Tensor, d], eps: float
+    x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], eps: float
 ) -> Float[Tensor, "*b d"] | NotImplementedType:
     """Differentiable in x (float32 or bf16) and weight (any type; rounded to x's)."""
     if not rows.supported("norms", x) or weight.device != x.device or weight.shape != x.shape[-1:]:
@@ -88,7 +88,7 @@ _rms_norm = rows.operator(
 
 
 def gated_norm(
-    x: Float[Tensor, "*b d"], gate: Float[Tensor, "*b d"], weight: Float[Tensor, d], eps: float
+    x: Float[Tensor, "*b d"], gate: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], eps: float
 ) -> Float[Tensor, "*b d"] | NotImplementedType:
     """Differentiable in x, gate (float32 or bf16, both the same) and weight (any type)."""
     if not rows.supported("norms", x, gate) or weight.device != x.device:
@@ -163,7 +163,7 @@ _l2_normalize = rows.operator(
 
 
 def log_decay(
-    z: Float[Tensor, "*b H K"], A_log: Float[Tensor, H], dt_bias: Float[Tensor, HK], lower_bound: float
+    z: Float[Tensor, "*b H K"], A_log: Float[Tensor, " H"], dt_bias: Float[Tensor, " HK"], lower_bound: float
 ) -> Float[Tensor, "*b H K"] | NotImplementedType:
     """Differentiable in z (float32 or bf16), A_log and dt_bias (any type); the result is float32."""
     if not rows.supported("norms", z) or not A_log.device == dt_bias.device == z.device:

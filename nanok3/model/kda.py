@@ -369,16 +369,29 @@ def kda(
     return kda_chunked(*arguments)
 
 
-def _kda_cpu(*arguments: Any) -> tuple[Tensor, Tensor | None] | None:
-    """The C++ form, or None where it does not apply: no compiler, float64, a gate below the bound."""
-    v, log_decay = arguments[2], arguments[3]
-    if v.device.type != "cpu" or v.dtype == torch.float64 or bool((log_decay < LOWEST_BOUNDED_GATE).any()):
+def _kda_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """The C++ form, or None where it does not apply: no compiler, float64, another device."""
+    if v.device.type != "cpu" or v.dtype == torch.float64:
         return None
-    try:
-        from nanok3.kernels import kda_cpu
-    except ImportError:
-        return None
-    result = kda_cpu.kda(*arguments)
+    from nanok3.kernels import kda_cpu
+
+    inputs = (q, k, v, log_decay, beta)
+    if v.shape[1] == 1 and cu_seqlens is None and initial_state is not None and not torch.is_grad_enabled():
+        state = initial_state.clone()  # the step moves its state in place
+        o = kda_cpu.step(*inputs, state, scale)
+        if o is not NotImplemented:
+            return o, state if output_final_state else None
+    result = kda_cpu.kda(*inputs, initial_state, output_final_state, cu_seqlens, scale)
     return None if result is NotImplemented else result
 
 

@@ -56,7 +56,8 @@ def causal_attention(
     # Split, not sliced: the backward of a split writes each gradient once, that of a slice fills the whole row anew.
     lengths = [end - start for start, end in zip(bounds, bounds[1:])]
     documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)))
-    parts = [F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale) for qkv in documents if qkv[0].shape[2]]
+    attend = F.scaled_dot_product_attention
+    parts = [attend(a, b, c, is_causal=True, scale=scale) for a, b, c in documents if a.shape[2]]
     o = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) if parts else v
     return o[..., :channels].transpose(1, 2)
 

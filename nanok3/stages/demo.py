@@ -97,7 +97,9 @@ def road(args: DemoArgs) -> list[Step]:
     minutes = args.minutes or (0.6 if args.quick else 8.5)
     threads = ["--threads", str(args.threads)] if args.threads is not None else []
     learn = ["--max-bytes", "3000000"] if args.quick else []
-    train = ["pretrain", "--data", str(data), "--out", str(run), *MODEL, "--train.minutes", f"{minutes:g}", *threads]
+    sample = ["--bytes", "50000"] if args.quick else []
+    train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", *MODEL]
+    train += ["--train.minutes", f"{minutes:g}", *threads]
     if (run / "checkpoints").exists():
         train = ["pretrain", "--out", str(run), "--resume", *threads]
     samples = ["generate", str(run), "--max-tokens", "80", "--temperature", "0.8", "--seed", "1", *threads]
@@ -118,7 +120,7 @@ def road(args: DemoArgs) -> list[Step]:
         Step(
             "Measure what it learned, on text it has not seen",
             20 if args.quick else 60,
-            ["eval", str(run), "--data", str(data), *threads],
+            ["eval", str(run), "--data", str(data), *sample, *threads],
             (run / "final.json").exists,
         ),
         Step("Let it continue three texts", 10, [*samples, "--prompts-file", str(out / PROMPTS_FILE)], lambda: False),

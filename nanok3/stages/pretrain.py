@@ -46,6 +46,8 @@ class PretrainArgs:
     """Go on from the newest whole checkpoint of the run folder, with the settings saved there."""
     threads: int | None = None
     """CPU threads; torch's own choice when not given."""
+    evaluate: bool = True
+    """At the end, measure the model on held-out text, as `nanok3 eval` does."""
     train: TrainSettings = field(default_factory=TrainSettings)
     """The schedule and the optimizer."""
 
@@ -217,9 +219,9 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
     loader = MixtureLoader(data.sources(), weights, settings.batch_size, settings.seq_len, settings.seed)
     tokenizer = data.tokenizer()
     sizes = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size - 256)] + [0] * 256)
-    sample = sampler(tokenizer)
+    validation = validation_batches(data, args)
     config = {"settings": plain(args), "model": model.cfg.to_dict()}
-    trainer = Trainer(model, loader, args.train, args.out, sizes, validation_batches(data, args), sample, print, config)
+    trainer = Trainer(model, loader, args.train, args.out, sizes, validation, sampler(data), print, config)
     if state is not None:
         trainer.load_state_dict(state)
     else:
@@ -280,36 +282,46 @@ def validation_batches(data: Prepared, args: PretrainArgs, tokens: int = 16384) 
     return {s.name: list(islice(one_pass(s, rows, length), count)) for s in data.sources("validation")}
 
 
-def sampler(tokenizer: Any) -> Any:
-    """A callback that lets the model continue a short prompt, always with the same seed."""
+def sampler(data: Prepared, tokens: int = 60) -> Any:
+    """A callback that lets the model continue the first words of a held-out document of each slice, always with the
+    same seed."""
     from nanok3.serve.generate import generate
     from nanok3.serve.sampler import SamplingParams
 
-    prompt = "The "
+    tokenizer = data.tokenizer()
+    prompts = [tokenizer.decode(s.tokens(0, 0, 8).tolist()) for s in data.sources("validation")]
+    params = SamplingParams(temperature=0.8, top_p=0.95, seed=0, max_tokens=tokens)
 
-    def sample(model: K3) -> tuple[str, str]:
+    def sample(model: K3) -> list[tuple[str, str]]:
         was_training = model.training
         model.eval()
-        params = SamplingParams(temperature=0.8, top_p=0.95, seed=0, max_tokens=60)
-        text = generate(model, tokenizer, prompt, params).text
+        said = [generate(model, tokenizer, prompt, params) for prompt in prompts]
         model.train(was_training)
-        return prompt, text
+        if any(s.finish_reason == "interrupted" for s in said):
+            raise KeyboardInterrupt
+        return [(prompt, s.text) for prompt, s in zip(prompts, said, strict=True)]
 
     return sample
 
 
 def finish(args: PretrainArgs, trainer: Trainer, data: Prepared) -> None:
-    """model/, the final numbers, and report.html."""
+    """model/, the measurements on held-out text, and report.html."""
+    from nanok3.data.files import write_file
     from nanok3.model.weights import save
+    from nanok3.stages import eval
     from nanok3.train.report import write_report
 
     folder = args.out / "model"
     trainer.model.compute_dtype = None
     save(trainer.model, folder)
     data.tokenizer().save(folder)
-    (folder / "nanok3.json").write_text(json.dumps({"stage": "pretrain"}) + "\n")
-    report = write_report(args.out)
-    print(f"model: {folder}\nreport: {report}")
+    write_file(folder / "nanok3.json", (json.dumps({"stage": "pretrain"}) + "\n").encode())
+    print(f"model: {folder}")
+    if args.evaluate:
+        print("measuring it on held-out text (about a minute)")
+        eval.main(eval.EvalArgs(model=args.out, data=(args.data,), threads=args.threads))
+    else:
+        print(f"report: {write_report(args.out)}")
 
 
 def write_config(args: PretrainArgs, cfg: K3Config) -> None:
@@ -317,8 +329,10 @@ def write_config(args: PretrainArgs, cfg: K3Config) -> None:
     import yaml
 
     from nanok3.data.files import write_file
+    from nanok3.ledger import active_parameters, parameters
 
-    document = {"command": command_line(), "settings": plain(args), "model": cfg.to_dict()}
+    size = {"total": parameters(cfg), "active": active_parameters(cfg)}
+    document = {"command": command_line(), "settings": plain(args), "parameters": size, "model": cfg.to_dict()}
     args.out.mkdir(parents=True, exist_ok=True)
     write_file(args.out / "config.yaml", yaml.safe_dump(document, sort_keys=False).encode())
 

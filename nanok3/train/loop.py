@@ -80,7 +80,7 @@ class StepResult:
 class Trainer:
     """Owns the run: model, optimizer, observers, data position, progress and the run folder.
 
-    `validation` maps a slice's name to its batches; `sample` turns the model into a piece of text for the log;
+    `validation` maps a slice's name to its batches; `sample` lets the model continue a few prompts for the log;
     `bytes_of` gives the bytes of each token id, for bits per byte.
     """
 
@@ -92,7 +92,7 @@ class Trainer:
         run: Path,
         bytes_of: Tensor,
         validation: dict[str, list[Batch]] | None = None,
-        sample: Callable[[K3], tuple[str, str]] | None = None,
+        sample: Callable[[K3], list[tuple[str, str]]] | None = None,
         report: Callable[[str], None] = print,
         config: dict[str, Any] | None = None,
     ) -> None:
@@ -291,8 +291,8 @@ class Trainer:
 
     def _sample(self) -> None:
         if self.sample is not None:
-            prompt, text = self.sample(self.model)
-            self.track.write("sample", self.progress.step, prompt=prompt, text=text)
+            for prompt, text in self.sample(self.model):
+                self.track.write("sample", self.progress.step, prompt=prompt, text=text)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:

@@ -49,7 +49,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    # Not splitlines: a text may hold other line separators, which JSON leaves as they are.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:

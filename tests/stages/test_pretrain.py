@@ -144,7 +144,7 @@ def start(data: Path, out: Path, *flags: str) -> subprocess.Popen[str]:
 
 def killed_and_resumed(data: Path, folder: Path, steps: int, save_every: int, kill_at: int) -> None:
     """A run that is killed with kill -9 after `kill_at` steps and resumed ends with the weights of one that was not."""
-    common = ["--train.steps", str(steps), "--train.save-every", str(save_every), "--threads", "1"]
+    common = ["--no-evaluate", "--train.steps", str(steps), "--train.save-every", str(save_every), "--threads", "1"]
     assert start(data, folder / "whole", *common).wait() == 0
     process = start(data, folder / "killed", *common)
     metrics = folder / "killed" / "metrics.jsonl"

@@ -115,7 +115,9 @@ def test_nan_stops_before_the_weights_change(make_trainer, tmp_path: Path) -> No
     saved = trainer.save()
     trainer.model.lm_head.weight.data[0, 0] = torch.nan
     before = weights(trainer.model)
-    with pytest.raises(TrainingStopped, match=r"not finite.*last good checkpoint: .*step-000001.*documents of the batch"):
+    with pytest.raises(
+        TrainingStopped, match=r"not finite.*last good checkpoint: .*step-000001.*documents of the batch"
+    ):
         trainer.train_step()
     after = weights(trainer.model)
     assert all(torch.equal(before[n], after[n]) for n in before if n != "lm_head.weight")
