@@ -426,10 +426,6 @@ def test_a_named_backend_that_cannot_run_is_an_error(unchecked):
     for backend in ("cpu", "fla"):
         with pytest.raises(ValueError, match=f"backend '{backend}' is not available for torch.float64 inputs on cpu"):
             kda(*inputs, backend=backend)
-    unbounded = draw(5, gate="softplus", dtype=torch.float32)
-    unbounded[3][0, 0] = -6.0
-    with pytest.raises(ValueError, match="backend 'cpu' is not available"):
-        kda(*unbounded, backend="cpu")
 
 
 def test_auto_takes_the_chunks_where_the_compiled_form_does_not_apply(monkeypatch):
@@ -437,10 +433,6 @@ def test_auto_takes_the_chunks_where_the_compiled_form_does_not_apply(monkeypatc
     monkeypatch.setattr(kda_module, "kda_chunked", lambda *a: seen.append(a) or kda_chunked(*a))
     inputs = draw(5)
     assert torch.equal(kda(*inputs)[0], kda_chunked(*inputs)[0]) and len(seen) == 1
-    unbounded = draw(5, dtype=torch.float32)
-    unbounded[3][0, 0, 0, 0] = -5.5
-    kda(*unbounded)
-    assert len(seen) == 2
 
 
 def test_misfitting_inputs_are_named(unchecked):
