@@ -27,8 +27,9 @@ from functools import cache
 from typing import Any
 
 from nanok3 import ledger
-from nanok3.config import MXFP4_BLOCK, K3Config
+from nanok3.config import K3Config
 from nanok3.ledger import KDA, PROJECTOR, ROUTED, VISION, Precision, Weight
+from nanok3.official import MXFP4_BLOCK
 
 DEVICE_COUNTS = (*range(1, 9), *range(16, 4097, 8))
 """Numbers of devices that are tried: up to one machine of eight, then whole machines."""

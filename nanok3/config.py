@@ -25,8 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-MXFP4_BLOCK = 32
-"""Elements that share one scale, along the input dimension of an expert's matrix (OCP MX formats)."""
+from nanok3.official import MXFP4_BLOCK, mxfp4_quantization, release, template
 
 _REQUIRED = object()
 
@@ -219,7 +218,7 @@ class K3Config:
     @classmethod
     def k3(cls, **changes: Any) -> K3Config:
         """The release: 93 layers, 7168 wide, 896 experts, 2.78 T parameters."""
-        return replace(_from_document(_release()), **changes)
+        return replace(_from_document(release()), **changes)
 
     def with_vocabulary(self, vocab_size: int) -> K3Config:
         """This config for a tokenizer of `vocab_size` ids, the last 256 of them reserved in the official order."""
@@ -248,7 +247,7 @@ class K3Config:
 
     def to_dict(self) -> dict[str, Any]:
         """The official nested document: the source with every field that differs from it written in."""
-        document = copy.deepcopy(self.source) or _template(self.model_type)
+        document = copy.deepcopy(self.source) or template(self.model_type)
         if self.has_vision:
             document["vision_config"] = document.get("vision_config") or {}
         elif "vt_hidden_size" in (document.get("vision_config") or {}):
@@ -674,45 +673,6 @@ class _Dial:
 K3Config.at_depth = _Dial()  # type: ignore[assignment]
 
 
-# ---------------------------------------------------------------------- documents
-
-
-def mxfp4_quantization() -> dict[str, Any]:
-    """The release's quantization section: routed experts in MXFP4, weight-only as published."""
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "group",
-        "group_size": MXFP4_BLOCK,
-        "symmetric": True,
-        "dynamic": False,
-        "scale_dtype": "torch.uint8",
-        "observer": "minmax",
-        "observer_kwargs": {},
-        "actorder": None,
-        "block_structure": None,
-        "zp_dtype": None,
-    }
-    group = {
-        "targets": ["Linear"],
-        "format": "mxfp4-pack-quantized",
-        "input_activations": None,
-        "output_activations": None,
-        "weights": weights,
-    }
-    kept = [r".*self_attn.*", r".*shared_experts.*", r".*mlp\.(gate|up|gate_up|down)_proj.*", r".*lm_head.*"]
-    kept += [r".*vision_tower.*", r".*mm_projector.*"]
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-        "config_groups": {"group_0": group},
-        "ignore": [f"re:{pattern}" for pattern in kept],
-    }
-
-
 def with_expert_format(cfg: K3Config, experts: str | None) -> K3Config:
     """`cfg` with the quantization section of packed experts ('mxfp4') or without one (None or 'bf16')."""
     document = cfg.to_dict()
@@ -723,124 +683,6 @@ def with_expert_format(cfg: K3Config, experts: str | None) -> K3Config:
     else:
         section.pop("quantization_config", None)
     return _from_document(document)
-
-
-def _template(model_type: str) -> dict[str, Any]:
-    """The fixed fields of an official file, for a config that was not read from one."""
-    modeling = "modeling_kimi_linear.KimiLinear"
-    text = {
-        "architectures": ["KimiLinearForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "configuration_kimi_k3.KimiLinearConfig",
-            "AutoModel": f"{modeling}Model",
-            "AutoModelForCausalLM": f"{modeling}ForCausalLM",
-        },
-        "model_type": "kimi_linear",
-        "linear_attn_config": {},
-        "topk_method": "noaux_tc",
-        "use_grouped_topk": True,
-        "use_cache": True,
-    }
-    if model_type == "kimi_linear":
-        return text | {"auto_map": {}}
-    whole = "modeling_kimi_k3.KimiK3ForConditionalGeneration"
-    return {
-        "architectures": ["KimiK3ForConditionalGeneration"],
-        "auto_map": {
-            "AutoConfig": "configuration_kimi_k3.KimiK3Config",
-            "AutoModel": whole,
-            "AutoModelForCausalLM": whole,
-        },
-        "model_type": "kimi_k3",
-        "ignore_index": -100,
-        "image_placeholder": "<|kimi_image_placeholder|>",
-        "text_config": text,
-    }
-
-
-def _release() -> dict[str, Any]:
-    """config.json of moonshotai/Kimi-K3, revision 9f62e4e, without its serialization leftovers."""
-    document = _template("kimi_k3")
-    ids = {"bos_token_id": 163584, "eos_token_id": 163586, "pad_token_id": 163839}
-    full = [*range(4, 93, 4), 93]
-    document.update(ids, dtype="bfloat16", media_placeholder_token_id=163605, tie_word_embeddings=False)
-    document["text_config"].update(
-        ids,
-        dtype="bfloat16",
-        vocab_size=163840,
-        hidden_size=7168,
-        num_hidden_layers=93,
-        num_attention_heads=96,
-        num_key_value_heads=96,
-        intermediate_size=33792,
-        hidden_act="situ",
-        activation_situ_beta=4.0,
-        activation_situ_linear_beta=25.0,
-        rms_norm_eps=1e-05,
-        max_position_embeddings=1048576,
-        tie_word_embeddings=False,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        mla_use_nope=True,
-        mla_use_output_gate=True,
-        attn_res_block_size=12,
-        num_experts=896,
-        num_experts_per_token=16,
-        num_shared_experts=2,
-        moe_intermediate_size=3072,
-        routed_expert_hidden_size=3584,
-        latent_moe_use_norm=True,
-        first_k_dense_replace=1,
-        moe_layer_freq=1,
-        moe_router_activation_func="sigmoid",
-        moe_renormalize=True,
-        routed_scaling_factor=1.0,
-        num_expert_group=1,
-        topk_group=1,
-        num_nextn_predict_layers=0,
-        initializer_range=0.02,
-        quantization_config=mxfp4_quantization(),
-        linear_attn_config={
-            "full_attn_layers": full,
-            "kda_layers": [l for l in range(1, 94) if l not in full],
-            "gate_lower_bound": -5.0,
-            "head_dim": 128,
-            "num_heads": 96,
-            "short_conv_kernel_size": 4,
-            "use_full_rank_gate": True,
-        },
-    )
-    document["vision_config"] = {
-        "patch_size": 14,
-        "vt_hidden_size": 1024,
-        "vt_num_hidden_layers": 27,
-        "vt_num_attention_heads": 12,
-        "qkv_hidden_size": 1536,
-        "vt_intermediate_size": 4096,
-        "init_pos_emb_height": 64,
-        "init_pos_emb_width": 64,
-        "init_pos_emb_time": 4,
-        "pos_emb_type": "divided_fixed",
-        "pos_emb_interpolation_mode": "bilinear",
-        "norm_type": "rmsnorm",
-        "mlp_type": "mlp2",
-        "activation_func": "gelu_pytorch_tanh",
-        "attn_bias": False,
-        "linear_bias": False,
-        "patch_embed_proj_bias": False,
-        "merge_kernel_size": [2, 2],
-        "merge_type": "sd2_tpool",
-        "mm_projector_type": "patchmergerv2",
-        "mm_hidden_size": 1024,
-        "text_hidden_size": 7168,
-        "projector_hidden_act": "gelu",
-        "projector_ln_eps": 1e-05,
-        "_attn_implementation": "flash_attention_2",
-    }
-    return document
 
 
 assert {f.name for f in fields(K3Config)} == {*_KEYS, "source"}, "every field has a place in the file"

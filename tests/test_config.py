@@ -12,8 +12,9 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from nanok3.config import K3Config, mxfp4_quantization, with_expert_format
+from nanok3.config import K3Config, with_expert_format
 from nanok3.model.decoder import K3
+from nanok3.official import mxfp4_quantization
 
 GOLDEN = ["a_k3_13l", "b_k3_7l", "b_k3_7l_sharded", "c1_k3_1l_kda", "c2_k3_1l_mla", "d_kimi_linear_6l"]
 GOLDEN += ["e_k3_5l_realheads", "f_k3_4l_small"]

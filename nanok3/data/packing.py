@@ -52,7 +52,7 @@ class Batch:
 
     input_ids: Int[Tensor, "B T"]
     targets: Int[Tensor, "B T"]
-    cu_seqlens: Int[Tensor, "N+1"]
+    cu_seqlens: Int[Tensor, " bounds"]
     ids: list[Segment | None]
 
 
