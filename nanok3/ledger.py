@@ -30,12 +30,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from nanok3.config import MXFP4_BLOCK, K3Config
+from nanok3.config import K3Config
+from nanok3.official import MXFP4_BLOCK
 
 KDA_CHUNK = 16
 """Tokens per chunk of the chunked KDA, as in nanok3.model.kda."""
-KDA_CHECKPOINT = 64
-"""Tokens per saved state in KDA's backward (nanok3.kernels.kda_cpu; chunked kernels elsewhere choose the same size)."""
+KDA_TOKENS_PER_STATE = 64
+"""Tokens per state that KDA keeps for its backward, as in nanok3.kernels.kda_cpu."""
 PRESETS = ("tiny", "small", "base", "k3")
 
 EMBEDDING, HEAD, KDA, MLA, DENSE = "embedding", "head", "KDA", "gated MLA", "dense MLP"
@@ -512,49 +513,65 @@ def state_bytes(cfg: K3Config, tokens: int, plain: int = 2) -> int:
 
 @cache
 def activation_bytes(cfg: K3Config, plain: int = 2, recompute: bool = False) -> int:
-    """Bytes a token that the backward needs, counted from the tensors the modules keep: `plain` bytes for what runs in
-    the compute dtype, 4 for the float32 islands. Attention keeps its inputs and output, no score matrix.
+    """Bytes a token that stay until the backward: `plain` bytes (bfloat16 2, float32 4) for what runs in the compute
+    dtype, 4 for the float32 islands.
 
-    recompute: only what each half of a layer reads and adds, and one whole half while it is computed again.
+    It holds, to the byte, for the CPU kernels (nanok3.kernels.*_cpu), which keep their inputs and make the rest again;
+    for KDA heads whose width is a multiple of 32, and MLA values no wider than its keys (fused attention keeps no
+    scores). The forms in torch, for other devices and where no compiler is, keep more: 1.3 to 1.7 times as much in `small`.
+
+    recompute: of each half of a layer only what it reads, and one whole half while it is computed again.
     """
-    D, halves = cfg.hidden_size, [layer_activations(cfg, l, plain) for l in range(cfg.num_hidden_layers)]
-    ends = 8 + D * (4 + 3 * plain) + 4  # ids, embedding, final norm
-    # Later reads over depth need every running sum again, and three numbers a source.
-    between = 2 * cfg.num_hidden_layers * D * plain + 12 * sum(depth_reads(cfg)) if depth_reads(cfg) else 0
-    if recompute:
-        return ends + between + 2 * cfg.num_hidden_layers * D * plain + max(max(pair) for pair in halves)
-    return ends + between + sum(sum(pair) for pair in halves)
+    D, sums, reads = cfg.hidden_size, 1 + 2 * cfg.num_hidden_layers, depth_reads(cfg)
+    # Ids, the running sums (the embedding first), the mixes read from them at three numbers a source, the final norm.
+    depth = 8 + D * plain * (sums + len(reads) + 1) + 12 * sum(reads)
+    halves = [layer_activations(cfg, l, plain) for l in range(cfg.num_hidden_layers)]
+    return depth + (max(max(pair) for pair in halves) if recompute else sum(sum(pair) for pair in halves))
 
 
 def layer_activations(cfg: K3Config, layer: int, plain: int) -> tuple[int, int]:
-    """What the two halves of a (0-based) layer keep, bytes a token: norm and token mixer, norm and channels."""
-    # A norm keeps a float32 copy of its input, the normed value, and the product with its weight.
-    norm = cfg.hidden_size * (4 + 2 * plain) + 4
+    """What the two halves of a (0-based) layer keep besides their inputs, bytes a token: norm and token mixer, norm
+    and channels. The form is that of `activation_bytes`."""
+    normed = cfg.hidden_size * plain
     mixer = _kda_activations(cfg, plain) if cfg.kinds[layer] == "kda" else _mla_activations(cfg, plain)
-    channels = _moe_activations(cfg, plain) if cfg.is_moe(layer) else 3 * plain * cfg.intermediate_size
-    return norm + mixer, norm + channels
+    dense = _mlp_activations(cfg, cfg.intermediate_size, plain)
+    return normed + mixer, normed + (_moe_activations(cfg, plain) if cfg.is_moe(layer) else dense)
 
 
 def _kda_activations(cfg: K3Config, plain: int) -> int:
     H, K = cfg.kda_num_heads, cfg.kda_head_dim
-    convolutions = 3 * (8 + plain)  # q, k, v: the padded input, a float32 copy or itself, the sum before SiLU
-    operator = 2 * (4 + plain) + plain + 4 + 8  # q and k before and after the norm, v, the decay, its two factors
-    output = 16 + plain
-    states = 4 * K * K // KDA_CHECKPOINT
-    return H * (K * (convolutions + operator + output) + states + 16) + K * plain
+    bottlenecks = K * plain * (1 if cfg.use_full_rank_gate else 2)
+    convolved = 3 + 2 + 2  # q, k, v before the convolutions; q and k before and after their norm
+    gated = 3  # the operator's output, the gate, and the input of the output matrix
+    # The decay's input; the softplus of the unbounded form is torch's and keeps its input and output in float32.
+    decay = plain if cfg.gate_lower_bound is not None else 8
+    operator = 4 + 4  # decays and errors, in float32
+    states = 4 * K * K // KDA_TOKENS_PER_STATE
+    return bottlenecks + H * (K * (plain * (convolved + gated) + decay + operator) + states + 4)
 
 
 def _mla_activations(cfg: K3Config, plain: int) -> int:
-    H, V, L = cfg.num_attention_heads, cfg.v_head_dim, cfg.kv_lora_rank
-    queries = 0 if cfg.q_lora_rank is None else cfg.q_lora_rank * (4 + 2 * plain) + 4
-    latents = L * (4 + plain) + cfg.latent_cache_size * plain + 4
-    gate = 4 * V if cfg.mla_use_output_gate else 0
-    return queries + latents + H * (8 * cfg.qk_head_dim + 8 * V + gate + V * plain + 4)
+    H, K, V = cfg.num_attention_heads, cfg.qk_head_dim, cfg.v_head_dim
+    queries = 2 * plain * (cfg.q_lora_rank or 0)  # before and after the norm
+    latents = 2 * plain * cfg.latent_cache_size
+    attention = 16 * K + 4  # q, k, v and the output in float32, padded to the keys' width; the logarithm of each sum
+    cut = 4 * V if V < K else 0  # the output without its padding
+    if cfg.mla_use_output_gate:
+        return queries + latents + H * (attention + cut + 4 * V + plain * V)  # the gate, and their product
+    return queries + latents + H * (attention + (plain * V if plain < 4 else cut))
+
+
+def _mlp_activations(cfg: K3Config, inner: int, plain: int) -> int:
+    """Gate, up and their product; SwiGLU is torch's own and keeps the activated gate too."""
+    return plain * inner * (4 if cfg.hidden_act == "silu" else 3)
 
 
 def _moe_activations(cfg: K3Config, plain: int) -> int:
     N, L, F = cfg.num_experts_per_token, cfg.latent_size, cfg.moe_intermediate_size
-    router = 4 * cfg.num_experts + 32 * N + 4 + (4 * cfg.hidden_size if plain < 4 else 0)
-    routed = N * (L * plain + 3 * F * plain + 4 * L)
-    latent = L * (4 + 2 * plain) + 4 if cfg.routed_expert_hidden_size is not None else 0
-    return router + routed + latent + 3 * plain * cfg.shared_size
+    scores = 4 * cfg.num_experts + (4 * cfg.hidden_size if plain < 4 else 0)  # the input again, in float32
+    chosen = N * (8 + 8 + 8 + 4) + (4 * N + 4 if cfg.moe_renormalize else 0)  # ids, two permutations, weights
+    experts = N * (L * plain + 4 * L) + _mlp_activations(cfg, N * F, plain)
+    latent = 0
+    if cfg.routed_expert_hidden_size is not None:
+        latent = L * plain * (2 if cfg.latent_moe_use_norm else 1)
+    return scores + chosen + experts + latent + _mlp_activations(cfg, cfg.shared_size, plain)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from storages import Storages
 
 from nanok3 import capacity, ledger
 from nanok3.capacity import Plan
@@ -70,6 +71,23 @@ def test_states_of_a_served_batch():
         model(torch.randint(cfg.vocab_size, (batch, context)), state=state)
     plan = serving(cfg, "bf16", batch=batch, context=context)
     assert line(plan, "KDA states").total + line(plan, "MLA latents").total == state.nbytes
+
+
+@pytest.mark.parametrize("precision, dtype", [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_workspace_holds_the_first_piece_of_a_prompt(unchecked, precision, dtype):
+    cfg = K3Config.tiny()
+    model = K3(cfg)
+    model.compute_dtype = dtype
+
+    def most(tokens: int) -> int:
+        """Bytes alive at once while a prompt is read, what its tokens leave behind not counted."""
+        state = model.new_state(1)
+        with torch.no_grad(), Storages() as made:
+            model.hidden_states(torch.randint(cfg.vocab_size, (1, tokens)), state=state)
+        return made.most - tokens * ledger.latent_bytes(cfg, dtype.itemsize)
+
+    short, long = (line(serving(cfg, precision, context=n), "workspace").device for n in (320, 640))
+    assert 0.6 * (long - short) < most(640) - most(320) <= long - short
 
 
 def test_masters_gradients_and_moments():
