@@ -1,12 +1,12 @@
 """nanok3: the whole Kimi K3 system in Python and PyTorch.
 
-    cfg   = nanok3.K3Config.tiny()
-    model = nanok3.K3(cfg)
-    model = nanok3.load(folder)           a checkpoint in the official layout
-    nanok3.save(model, folder)
-    tok   = nanok3.Tokenizer.load(folder)
-    img   = nanok3.preprocess_image("picture.png")
-    nanok3.chat.render(messages)          a conversation in K3's markup
+cfg   = nanok3.K3Config.tiny()
+model = nanok3.K3(cfg)
+model = nanok3.load(folder)           a checkpoint in the official layout
+nanok3.save(model, folder)
+tok   = nanok3.Tokenizer.load(folder)
+img   = nanok3.preprocess_image("picture.png")
+nanok3.chat.render(messages)          a conversation in K3's markup
 """
 
 from __future__ import annotations

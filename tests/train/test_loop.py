@@ -17,7 +17,6 @@ from nanok3.train.loop import Trainer, TrainingStopped
 from nanok3.train.recompute import recompute_activations
 from nanok3.train.track import read_metrics
 
-
 pytestmark = pytest.mark.usefixtures("unchecked")  # many steps; shapes are checked where the pieces are tested
 
 
