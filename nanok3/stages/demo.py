@@ -23,7 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-MODEL = ("--preset", "small")
+MODEL = ("--preset", "small", "--depth", "5", "--train.batch-size", "8", "--train.seq-len", "512")
+RATES = ("--train.lr", "2.5e-2", "--train.adam-lr-scale", "0.4", "--train.final-lr-fraction", "0.03")
+PACE = ("--train.eval-every", "200", "--train.sample-every", "400", "--train.save-every", "400")
 """The model of the demo and how it is trained, found by measurement: docs/log.md has the search."""
 PROMPTS = ("**HAMLET**\n", "A: hi, how are you?\nB:", "def add(a, b):\n")
 PROMPTS_FILE = "prompts.jsonl"
@@ -98,7 +100,7 @@ def road(args: DemoArgs) -> list[Step]:
     threads = ["--threads", str(args.threads)] if args.threads is not None else []
     learn = ["--max-bytes", "3000000"] if args.quick else []
     sample = ["--bytes", "50000"] if args.quick else []
-    train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", *MODEL]
+    train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", *MODEL, *RATES, *PACE]
     train += ["--train.minutes", f"{minutes:g}", *threads]
     if (run / "checkpoints").exists():
         train = ["pretrain", "--out", str(run), "--resume", *threads]

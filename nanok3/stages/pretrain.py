@@ -271,7 +271,7 @@ def mixture_weights(data: Prepared, changes: tuple[str, ...]) -> list[float]:
     return list(weights.values())
 
 
-def validation_batches(data: Prepared, args: PretrainArgs, tokens: int = 16384) -> dict[str, Any]:
+def validation_batches(data: Prepared, args: PretrainArgs, tokens: int = 8192) -> dict[str, Any]:
     """A fixed sample of each slice for the curve: its first rows, about `tokens` of them."""
     from itertools import islice
 
@@ -282,7 +282,7 @@ def validation_batches(data: Prepared, args: PretrainArgs, tokens: int = 16384) 
     return {s.name: list(islice(one_pass(s, rows, length), count)) for s in data.sources("validation")}
 
 
-def sampler(data: Prepared, tokens: int = 60) -> Any:
+def sampler(data: Prepared, tokens: int = 40) -> Any:
     """A callback that lets the model continue the first words of a held-out document of each slice, always with the
     same seed."""
     from nanok3.serve.generate import generate

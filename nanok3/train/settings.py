@@ -20,9 +20,9 @@ class TrainSettings:
     """Microbatches of a step."""
     seq_len: int = 512
     """Tokens of a row; documents are packed into rows and never see each other."""
-    lr: float = 4e-3
-    """Peak learning rate (ours)."""
-    adam_lr_scale: float = 1.0
+    lr: float = 1e-2
+    """Peak learning rate (ours; short runs of small models like twice that)."""
+    adam_lr_scale: float = 0.4
     """AdamW's learning rate relative to Muon's (ours)."""
     warmup_fraction: float = 0.01
     """Linear warmup, as a share of the schedule (report 3)."""
