@@ -38,7 +38,7 @@ class DemoArgs:
     out: Path = Path("runs/demo")
     """Folder for everything the demo makes; delete it to start over."""
     quick: bool = False
-    """A smaller model and two minutes in all, to see that everything works."""
+    """Little training, two minutes in all, to see that everything works."""
     minutes: float | None = None
     """Minutes of training; 8.5 when not given (0.6 with --quick)."""
     threads: int | None = None
