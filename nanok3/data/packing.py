@@ -55,6 +55,10 @@ class Batch:
     cu_seqlens: Int[Tensor, " bounds"]
     ids: list[Segment | None]
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on `device`."""
+        return Batch(self.input_ids.to(device), self.targets.to(device), self.cu_seqlens.to(device), self.ids)
+
 
 def _pieces(document: int, tokens: int, seq_len: int) -> Iterator[Piece]:
     for start in range(0, tokens - 1, seq_len):

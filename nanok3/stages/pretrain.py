@@ -46,6 +46,8 @@ class PretrainArgs:
     """Go on from the newest whole checkpoint of the run folder, with the settings saved there."""
     threads: int | None = None
     """CPU threads; torch's own choice when not given."""
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU where there is one."""
     evaluate: bool = True
     """At the end, measure the model on held-out text, as `nanok3 eval` does."""
     train: TrainSettings = field(default_factory=TrainSettings)
@@ -192,7 +194,7 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
     from nanok3.model.decoder import K3
     from nanok3.train.checkpoint import latest, load_checkpoint
     from nanok3.train.loop import Trainer
-    from nanok3.train.machine import choose_precision
+    from nanok3.train.machine import choose_device, choose_precision
     from nanok3.train.muon import rules_table
 
     settings = args.train
@@ -211,7 +213,9 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
     else:
         torch.manual_seed(settings.seed)
         model = K3(model_config(args, data.manifest["vocab_size"]))
-    precision = str(choose_precision(settings.precision)).removeprefix("torch.")
+    device = choose_device(args.device)
+    model.to(device)
+    precision = str(choose_precision(settings.precision, device)).removeprefix("torch.")
     args = replace(args, train=replace(settings, precision=precision))
     write_config(args, model.cfg)
     apply_outside(model, args.train)

@@ -98,7 +98,6 @@ class Trainer:
     ) -> None:
         self.model, self.loader, self.settings, self.run = model, loader, settings, run
         self.validation, self.sample, self.say = validation or {}, sample, report
-        self.bytes_of = bytes_of
         s = settings
         self.optimizer = K3Optimizer(model, lr=s.lr, weight_decay=s.weight_decay, adam_lr_scale=s.adam_lr_scale)
         self.balancer = QuantileBalancer(model, update_bias=s.balance)
@@ -108,8 +107,9 @@ class Trainer:
         self.batches = iter(loader)
         self.interrupted = False
         model.compute_dtype = {"float32": None, "bfloat16": torch.bfloat16}[s.precision]
-        device = model.lm_head.weight.device
-        self.peak_flops = matmul_rate(model.compute_dtype or torch.float32, device)
+        self.device = model.lm_head.weight.device
+        self.bytes_of = bytes_of.to(self.device)
+        self.peak_flops = matmul_rate(model.compute_dtype or torch.float32, self.device)
         self.flops_per_token = flops_per_token(model.cfg, s.seq_len, training=True)
 
     # ------------------------------------------------------------------ one step
@@ -118,13 +118,13 @@ class Trainer:
         """Forward, backward and update for `accumulate` microbatches; TrainingStopped on NaN or a spike, before the
         weights are touched."""
         self.model.train()
-        batches = [next(self.batches) for _ in range(self.settings.accumulate)]
+        batches = [next(self.batches).to(self.device) for _ in range(self.settings.accumulate)]
         tokens = sum(count_targets(b.targets) for b in batches)
         loss = sum(self._backward(batch, tokens) for batch in batches) / max(tokens, 1)
+        vision = self._vision_grad_norm()
         grad_norm = float(nn.utils.clip_grad_norm_(self._parameters(), self.settings.grad_clip, foreach=True))
         ids = [i for b in batches for i in b.ids]
         self._check(loss, grad_norm, ids)
-        vision = self._vision_grad_norm()
         self.optimizer.lr = self.learning_rate()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -301,7 +301,7 @@ class Trainer:
         slices = {}
         for name, batches in self.validation.items():
             nats, tokens, size = 0.0, 0, 0
-            for batch in batches:
+            for batch in (b.to(self.device) for b in batches):
                 hidden = self.model.hidden_states(batch.input_ids.view(1, -1), cu_seqlens=batch.cu_seqlens)
                 loss_sum, n = cross_entropy(hidden, self.model.lm_head.weight, batch.targets.view(1, -1))
                 nats, tokens = nats + float(loss_sum), tokens + n

@@ -27,6 +27,15 @@ def matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu", size: in
     return 2 * size**3 / best
 
 
+def choose_device(wanted: str) -> torch.device:
+    """'cpu', 'cuda', or 'auto': a GPU where there is one."""
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device is {wanted!r}; allowed: 'auto', 'cpu', 'cuda'")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch finds no GPU here")
+    return torch.device("cuda" if torch.cuda.is_available() and wanted != "cpu" else "cpu")
+
+
 def choose_precision(wanted: str, device: torch.device | str = "cpu") -> torch.dtype:
     """'float32', 'bfloat16', or 'auto': bfloat16 where its products are at least 1.5 times as fast as float32's.
     The choice depends on timing only through this ratio; a run saves what was chosen and resumes with it."""

@@ -57,7 +57,7 @@ def test_every_parameter_is_drawn_as_its_initialiser_says(depth: int) -> None:
             assert not p.any(), name
         elif name.endswith("dt_bias"):
             step = torch.nn.functional.softplus(p)
-            assert 0.9e-3 < float(step.min()) and float(step.max()) < 0.11, name
+            assert float(step.min()) > 0.9e-3 and float(step.max()) < 0.11, name
         elif "conv1d" in name:
             bound = cfg.short_conv_kernel_size**-0.5
             assert float(p.abs().max()) <= bound, name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanok3.train.machine import choose_precision, describe, keep_freed_memory, matmul_rate
+from nanok3.train.machine import choose_device, choose_precision, describe, keep_freed_memory, matmul_rate
 
 
 def test_named_precisions() -> None:
@@ -33,3 +33,15 @@ def test_the_heap_setting_does_not_break_allocation() -> None:
 
 def test_description_has_what_a_report_needs() -> None:
     assert {"processor", "cores", "threads", "python", "torch", "system"} <= set(describe())
+
+
+def test_devices(monkeypatch) -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match="device is 'cuda', but torch finds no GPU here"):
+        choose_device("cuda")
+    with pytest.raises(ValueError, match="device is 'tpu'; allowed"):
+        choose_device("tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto") == torch.device("cuda")
