@@ -133,7 +133,7 @@ def test_every_test_and_symbol_exists(doc):
 def test_a_missing_test_or_symbol_is_seen():
     good = "tests/test_docs.py::test_a_missing_file_is_seen `model.kda.kda` `config.K3Config.at_depth` `train.muon`"
     good += " `model.kda.KDA.forward` `train.loop.Trainer.optimizer` `official.MXFP4_BLOCK`"
-        " `train.settings.TrainSettings.lr`"
+    good += " `train.settings.TrainSettings.lr`"
     assert missing_tests(good) == missing_symbols(good) == []
     for bad in ("tests/test_docs.py::test_nothing", "tests/test_none.py::test_a", "tests/test_docs.py::defined"):
         assert missing_tests(f"{good} {bad}") == [bad]
