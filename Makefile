@@ -20,7 +20,7 @@ check: .venv/.dev         ## lint, format and types
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 
 bench: .venv/.dev         ## side-by-side measurements
-	.venv/bin/nanok3 bench $(ARGS)
+	.venv/bin/python bench/kda.py $(ARGS) && .venv/bin/python bench/fused.py
 
 # torch goes first and by exact version: a bare `torch` may resolve to a build of several gigabytes.
 .venv/.torch: constraints.txt

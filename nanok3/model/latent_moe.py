@@ -126,10 +126,14 @@ def grouped_linear(
     a multiple of 16 bytes, not float64), else a loop over the experts that have rows."""
     whole_rows = x.shape[1] * x.element_size() % 16 == 0 and weight.shape[1] * x.element_size() % 16 == 0
     if x.dtype in (torch.float32, torch.bfloat16) and whole_rows and x.shape[0]:
-        ends = counts.cumsum(0).to(torch.int32)
-        return _Contiguous.apply(F.grouped_mm(x, weight.transpose(1, 2), offs=ends))
+        return _grouped_product(x, weight, counts)
     parts = [F.linear(rows, w) for rows, w in zip(x.split(counts.tolist()), weight)]
     return torch.cat(parts)
+
+
+def _grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    product: Tensor = _Contiguous.apply(F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32)))
+    return product
 
 
 class _Contiguous(torch.autograd.Function):

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from nanok3.model import latent_moe
 from nanok3.model.decoder import K3, DecoderLayer
 
 
@@ -22,7 +23,9 @@ def recompute_activations(model: K3) -> None:
 
 
 def compile_layers(model: K3) -> None:
-    """torch.compile both halves of every layer; the KDA operator stays opaque to it. Minutes of start-up."""
+    """torch.compile both halves of every layer; our operators stay opaque to it, and so does the grouped product, which
+    torch 2.13 refuses to trace in float32 although it runs. Minutes of start-up."""
+    latent_moe._grouped_product = torch.compiler.disable(latent_moe._grouped_product)
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
         for half in ("attend", "feed"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from nanok3.config import K3Config
 from nanok3.model.decoder import K3
-from nanok3.train.recompute import recompute_activations
+from nanok3.train.recompute import compile_layers, recompute_activations
 
 
 def saved_bytes(model: K3, ids: torch.Tensor) -> tuple[int, dict[str, torch.Tensor]]:
@@ -34,3 +35,19 @@ def test_same_gradients_fewer_bytes() -> None:
     assert less < kept / 2
     for name, grad in grads.items():
         torch.testing.assert_close(grad, again[name], msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiled_layers_give_the_same_numbers(unchecked) -> None:
+    """torch.compile around the custom operators: same loss and gradients as without, in float32."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, 512, (1, 64))
+    plain = K3(K3Config.tiny().at_depth(2))
+    compiled = K3(K3Config.tiny().at_depth(2))
+    compiled.load_state_dict(plain.state_dict())
+    compile_layers(compiled)
+    for model in (plain, compiled):
+        model(ids).logits.square().mean().backward()
+    for (name, a), (_, b) in zip(plain.named_parameters(), compiled.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-6, msg=name)
