@@ -8,6 +8,7 @@ full disk, a missing optional package).
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import NamedTuple
 
@@ -48,6 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"nanok3: unknown command {argv[0]!r}\n\n{_overview()}", file=sys.stderr)
         return 2
     command = COMMANDS[argv[0]]
+    # Read by OpenMP when torch loads. Threads that spin while they wait cost a tenth less on a quiet machine, and ten
+    # times as long on a busy one; and torch's threads would spin against those of our kernels.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     stage = importlib.import_module(f"nanok3.stages.{command.module}")
     try:
         import tyro

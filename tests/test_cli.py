@@ -58,3 +58,15 @@ def test_a_mistake_is_one_line(
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("nanok3 0.")
+
+
+def test_threads_do_not_spin_unless_asked_to(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    import os
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    main(["inspect", "tiny"])
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    main(["inspect", "tiny"])
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
