@@ -100,7 +100,7 @@ def test_a_run_from_start_to_model(data: Path, tmp_path: Path, capsys: pytest.Ca
     printed = capsys.readouterr().out
     assert "parameters, each with one rule" in printed and "bits/byte" in printed
     config = yaml.safe_load((out / "config.yaml").read_text())
-    assert config["settings"]["train"]["steps"] == 6 and config["command"].startswith("nanok3 ")
+    assert config["settings"]["train"]["steps"] == 6 and config["command"].startswith("nanok3")
     assert json.loads((out / "model" / "nanok3.json").read_text())["stage"] == "pretrain"
     assert (out / "report.html").read_text().lstrip().lower().startswith("<!doctype html>")
     model = load(out / "model", dtype=torch.float32)
