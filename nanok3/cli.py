@@ -8,6 +8,7 @@ full disk, a missing optional package).
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from typing import NamedTuple
@@ -52,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     # Read by OpenMP when torch loads. Threads that spin while they wait cost a tenth less on a quiet machine, and ten
     # times as long on a busy one; and torch's threads would spin against those of our kernels.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # progress is seen at once, in a file or a pipe as well
     stage = importlib.import_module(f"nanok3.stages.{command.module}")
     try:
         import tyro

@@ -462,6 +462,7 @@ def _from_state(name: str, spec: DiskTensor, state: dict[str, Tensor]) -> Tensor
 def _publish(source: Path, destination: Path) -> None:
     with open(source, "rb") as stream:
         os.fsync(stream.fileno())
+    os.chmod(source, 0o644)  # temporary files are private, checkpoints are not
     os.replace(source, destination)
 
 

@@ -20,12 +20,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 MODEL = ("--preset", "small", "--depth", "5", "--train.batch-size", "8", "--train.seq-len", "512")
 RATES = ("--train.lr", "2.5e-2", "--train.adam-lr-scale", "0.4", "--train.final-lr-fraction", "0.03")
-PACE = ("--train.eval-every", "200", "--train.sample-every", "400", "--train.save-every", "400")
+PACE = ("--train.eval-every", "100", "--train.sample-every", "200", "--train.save-every", "200")
 """The model of the demo and how it is trained, found by measurement: docs/log.md has the search."""
 PROMPTS = ("**HAMLET**\n", "A: hi, how are you?\nB:", "def add(a, b):\n")
 PROMPTS_FILE = "prompts.jsonl"
@@ -35,8 +35,8 @@ PROMPTS_FILE = "prompts.jsonl"
 class DemoArgs:
     """Everything from raw text to a model you can talk to."""
 
-    out: Path = Path("runs/demo")
-    """Folder for everything the demo makes; delete it to start over."""
+    out: Path | None = None
+    """Folder for everything the demo makes, runs/demo or runs/demo-quick when not given; delete it to start over."""
     quick: bool = False
     """Little training, two minutes in all, to see that everything works."""
     minutes: float | None = None
@@ -63,6 +63,9 @@ def main(args: DemoArgs) -> None:
 
     console = Console(highlight=False)
     start = time.monotonic()
+    if args.out is None:
+        args = replace(args, out=Path("runs/demo-quick" if args.quick else "runs/demo"))
+    assert args.out is not None
     args.out.mkdir(parents=True, exist_ok=True)
     prompts = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
     (args.out / PROMPTS_FILE).write_text(prompts, encoding="utf-8")
@@ -89,18 +92,19 @@ def main(args: DemoArgs) -> None:
     if args.chat and sys.stdin.isatty():
         _run(["chat", f"{args.out}/run"])
     else:
-        console.print(f"Talk to it: nanok3 chat {args.out}/run")
+        called = sys.argv[0] if Path(sys.argv[0]).name == "nanok3" else "python -m nanok3"
+        console.print(f"Talk to it: {called} chat {args.out}/run")
 
 
 def road(args: DemoArgs) -> list[Step]:
     """The steps as commands."""
-    out = args.out
+    out = args.out or Path("runs/demo")
     run, data, tokenizer = out / "run", out / "data", out / "tokenizer"
     minutes = args.minutes or (0.6 if args.quick else 8.5)
     threads = ["--threads", str(args.threads)] if args.threads is not None else []
     learn = ["--max-bytes", "3000000"] if args.quick else []
     sample = ["--bytes", "50000"] if args.quick else []
-    train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", *MODEL, *RATES, *PACE]
+    train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", "--no-rules", *MODEL, *RATES, *PACE]
     train += ["--train.minutes", f"{minutes:g}", *threads]
     if (run / "checkpoints").exists():
         train = ["pretrain", "--out", str(run), "--resume", *threads]

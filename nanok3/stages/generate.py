@@ -121,7 +121,7 @@ def main(args: GenerateArgs) -> None:
         for index, prompt in enumerate(prompts):
             if answers is None or not answers.has(index):
                 if len(prompts) > 1:
-                    print(f"[{index + 1}/{len(prompts)}]", file=sys.stderr)
+                    print(f"[{index + 1}/{len(prompts)}] {prompt!r}", file=sys.stderr)
                 done.append(answer(args, opened, index, prompt, params, answers))
                 if done[-1].finish_reason == "interrupted":
                     raise KeyboardInterrupt

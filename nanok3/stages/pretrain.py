@@ -48,6 +48,8 @@ class PretrainArgs:
     """CPU threads; torch's own choice when not given."""
     device: str = "auto"
     """cpu, cuda, or auto: a GPU where there is one."""
+    rules: bool = True
+    """Print the table of which rule updates each parameter; it is always in the run folder, parameters.txt."""
     evaluate: bool = True
     """At the end, measure the model on held-out text, as `nanok3 eval` does."""
     train: TrainSettings = field(default_factory=TrainSettings)
@@ -187,7 +189,6 @@ def main(args: PretrainArgs) -> None:
 def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
     """Data, model and trainer, fresh or at the newest checkpoint."""
     import torch
-    from rich.console import Console
 
     from nanok3.data.loader import MixtureLoader
     from nanok3.data.prepared import Prepared
@@ -195,7 +196,6 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
     from nanok3.train.checkpoint import latest, load_checkpoint
     from nanok3.train.loop import Trainer
     from nanok3.train.machine import choose_device, choose_precision
-    from nanok3.train.muon import rules_table
 
     settings = args.train
     if settings.steps is None and settings.minutes is None:
@@ -229,8 +229,8 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
     if state is not None:
         trainer.load_state_dict(state)
     else:
-        Console(width=120).print(rules_table(trainer.optimizer.rules))
         print(describe_run(trainer))
+        show_rules(trainer, args)
     return trainer, data
 
 
@@ -242,6 +242,19 @@ def apply_outside(model: K3, settings: TrainSettings) -> None:
         recompute_activations(model)
     if settings.compile:
         compile_layers(model)
+
+
+def show_rules(trainer: Trainer, args: PretrainArgs) -> None:
+    """Every parameter in exactly one group: the table, in the run folder and on the screen."""
+    from rich.console import Console
+
+    from nanok3.train.muon import rules_table
+
+    table = rules_table(trainer.optimizer.rules)
+    with (args.out / "parameters.txt").open("w", encoding="utf-8") as file:
+        Console(file=file, width=140).print(table)
+    if args.rules:
+        Console(width=140).print(table)
 
 
 def describe_run(trainer: Trainer) -> str:

@@ -69,7 +69,7 @@ def learning(run: Run) -> str:
     held_out = _mean_of_slices(slices)
     y = fit("nats per token, logarithmic", [v for _, v in loss] + [v for _, v in held_out], log=True)
     lines = [Line("each step", loss, 0, "faint", label=False), Line("training", smoothed(loss), 0)]
-    lines += [Line("held out", held_out, 1, "dots")] if held_out else []
+    lines += [Line("held out, mean of slices", held_out, 1, "dots")] if held_out else []
     caption = "Faint: the loss of each step. Line: its running mean."
     caption += " Dots: mean over the held-out slices." if held_out else ""
     bits = run.curve("train", "bits_per_byte")
