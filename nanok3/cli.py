@@ -40,8 +40,21 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, 2 for a user's mistake, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `nanok3 ... | head` closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        print(f"nanok3 {argv[0] if argv else ''}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_overview())
+        print(_overview(), flush=True)
         return 0
     if argv[0] in ("-V", "--version"):
         print(f"nanok3 {nanok3.__version__}")
@@ -56,23 +69,14 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # progress is seen at once, in a file or a pipe as well
     stage = importlib.import_module(f"nanok3.stages.{command.module}")
-    try:
-        import tyro
+    import tyro
 
-        parse = getattr(stage, "parse", None)  # a stage whose defaults come from a file reads its own command line
-        if parse is not None:
-            arguments = parse(argv[1:])
-        else:
-            arguments = tyro.cli(getattr(stage, command.arguments), args=argv[1:], prog=f"nanok3 {argv[0]}")
-        stage.main(arguments)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `nanok3 ... | head` closed the pipe
-        sys.stderr.close()
-        return 0
-    except (ValueError, OSError, ImportError) as error:
-        print(f"nanok3 {argv[0]}: {error}", file=sys.stderr)
-        return 2
+    parse = getattr(stage, "parse", None)  # a stage whose defaults come from a file reads its own command line
+    if parse is not None:
+        arguments = parse(argv[1:])
+    else:
+        arguments = tyro.cli(getattr(stage, command.arguments), args=argv[1:], prog=f"nanok3 {argv[0]}")
+    stage.main(arguments)
     return 0
 
 

@@ -106,7 +106,7 @@ def road(args: DemoArgs) -> list[Step]:
     sample = ["--bytes", "50000"] if args.quick else []
     train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", "--no-rules", *MODEL, *RATES, *PACE]
     train += ["--train.minutes", f"{minutes:g}", *threads]
-    if (run / "checkpoints").exists():
+    if (run / "config.yaml").exists():
         train = ["pretrain", "--out", str(run), "--resume", *threads]
     samples = ["generate", str(run), "--max-tokens", "80", "--temperature", "0.8", "--seed", "1", *threads]
     return [

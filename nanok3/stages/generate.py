@@ -48,8 +48,8 @@ class ModelFlags:
         from nanok3.serve.run_folder import open_model
 
         if self.threads is not None:
-            if self.threads < 1:
-                raise ValueError(f"threads is {self.threads}; it must be at least 1")
+            if not 1 <= self.threads <= 1024:
+                raise ValueError(f"threads is {self.threads}; it must lie between 1 and 1024")
             torch.set_num_threads(self.threads)
         return open_model(self.model, self.dtype, self.device)
 

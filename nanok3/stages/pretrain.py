@@ -11,8 +11,11 @@ model/ in the official layout with its tokenizer.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,7 +114,7 @@ def from_yaml(path: Path, default: PretrainArgs) -> PretrainArgs:
 
 def _known(path: Path, prefix: str, values: dict[str, Any], record: type) -> dict[str, Any]:
     types = {f.name: str(f.type) for f in fields(record)}
-    unknown = sorted(set(values) - set(types))
+    unknown = sorted(map(str, set(values) - set(types)))
     if unknown:
         raise ValueError(f"--config: {path} has unknown settings {[prefix + u for u in unknown]}; allowed: {[*types]}")
     return {name: _typed(f"--config: {path}: {prefix}{name}", value, types[name]) for name, value in values.items()}
@@ -177,13 +180,29 @@ def main(args: PretrainArgs) -> None:
 
     keep_freed_memory()
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"threads is {args.threads}; it must be at least 1")
+        if not 1 <= args.threads <= 1024:
+            raise ValueError(f"threads is {args.threads}; it must lie between 1 and 1024")
         torch.set_num_threads(args.threads)
-    trainer, data = set_up(args)
-    if not trainer.fit():
-        raise KeyboardInterrupt  # saved; the status tells a script that there is more to do
-    finish(args, trainer, data)
+    with only_one(args.out):
+        trainer, data = set_up(args)
+        if not trainer.fit():
+            raise KeyboardInterrupt  # saved; the status tells a script that there is more to do
+        finish(args, trainer, data)
+
+
+@contextmanager
+def only_one(run: Path) -> Iterator[None]:
+    """Hold the run folder: a second process on it would remove what the first is writing. The lock goes with the
+    process, however that ends."""
+    import fcntl
+
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"out: another process is training in {run}") from None
+        yield
 
 
 def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
@@ -204,8 +223,12 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
     checkpoint, passed_over = latest(args.out)
     for problem in passed_over:
         print(f"passed over: {problem}")
-    if checkpoint is not None and not args.resume:
-        raise ValueError(f"out: {args.out} holds a run ({checkpoint.name}); add --resume, or choose another folder")
+    if not args.resume and ((args.out / "metrics.jsonl").exists() or checkpoint is not None or passed_over):
+        raise ValueError(f"out: {args.out} holds a run; add --resume, or choose another folder")
+    if checkpoint is None and passed_over:
+        raise ValueError(f"out: no checkpoint of {args.out} is whole; repair or remove them to start again")
+    if checkpoint is None and (args.out / "model").exists():
+        raise ValueError(f"out: {args.out} is finished and kept no checkpoint to go on from")
     state: dict[str, Any] | None = None
     if checkpoint is not None:
         model, state = load_checkpoint(checkpoint)
@@ -284,7 +307,9 @@ def mixture_weights(data: Prepared, changes: tuple[str, ...]) -> list[float]:
         try:
             weights[name] = float(value)
         except ValueError:
-            raise ValueError(f"mixture: {change!r} must be name:weight with a number") from None
+            weights[name] = math.nan
+        if not 0 < weights[name] < math.inf:
+            raise ValueError(f"mixture: {change!r} must be name:weight with a positive number")
     return list(weights.values())
 
 

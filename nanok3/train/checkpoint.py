@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from nanok3.model.decoder import K3
 from nanok3.model.weights import load, save
@@ -35,8 +36,12 @@ def save_checkpoint(run: Path, step: int, model: K3, trainer: dict[str, Any], ke
     for leftover in folder.glob(".writing-*"):
         shutil.rmtree(leftover)
     aside, final = folder / f".writing-{step:06}", folder / f"step-{step:06}"
-    save(model, aside / "model", dtype=torch.float32)
-    torch.save(trainer, aside / "trainer.pt")
+    try:
+        save(model, aside / "model", dtype=torch.float32)
+        torch.save(trainer, aside / "trainer.pt")
+    except (SafetensorError, RuntimeError) as error:  # how the two writers report a full disk
+        shutil.rmtree(aside)
+        raise OSError(f"{aside}: cannot be written ({error})") from None
     files = sorted(p for p in aside.rglob("*") if p.is_file())
     hashes = {str(p.relative_to(aside)): _sha256(p) for p in files}
     (aside / MANIFEST).write_text(json.dumps({"step": step, "sha256": hashes}, indent=2))
@@ -67,8 +72,11 @@ def verify(checkpoint: Path) -> None:
     """ValueError names every file that is missing or differs from the manifest."""
     try:
         hashes = json.loads((checkpoint / MANIFEST).read_text())["sha256"]
-    except (OSError, json.JSONDecodeError, KeyError):
-        raise ValueError(f"{checkpoint}: no readable {MANIFEST}; this is not a complete checkpoint") from None
+        complete = {"trainer.pt", "model/config.json"} <= hashes.keys()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        complete = False
+    if not complete:
+        raise ValueError(f"{checkpoint}: no readable {MANIFEST}; this is not a complete checkpoint")
     bad = [n for n, sha in hashes.items() if not (checkpoint / n).exists() or _sha256(checkpoint / n) != sha]
     if bad:
         raise ValueError(f"{checkpoint}: damaged or missing: {', '.join(bad)}")

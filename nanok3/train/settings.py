@@ -70,15 +70,17 @@ class TrainSettings:
         if self.steps is not None and self.minutes is not None:
             raise ValueError(f"give steps or minutes, not both; got steps={self.steps}, minutes={self.minutes}")
         least = {"steps": 1, "batch_size": 1, "accumulate": 1, "seq_len": 2, "qk_clip_every": 1, "loads_every": 1}
-        least |= dict.fromkeys(("eval_every", "sample_every", "save_every", "keep", "spike_nats", "weight_decay"), 0)
+        least |= dict.fromkeys(
+            ("eval_every", "sample_every", "save_every", "keep", "spike_nats", "weight_decay", "seed"), 0
+        )
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is not None and f.name in least and not value >= least[f.name]:
-                raise ValueError(f"{f.name} is {value}; it must be at least {least[f.name]}")
+            if value is not None and f.name in least and not least[f.name] <= value < 2**63:
+                raise ValueError(f"{f.name} is {value}; it must be at least {least[f.name]} and below 2^63")
         for name in ("minutes", "lr", "adam_lr_scale", "grad_clip", "qk_clip_threshold", "log_seconds"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; it must be above 0")
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} is {value}; it must be above 0 and finite")
         for name in ("warmup_fraction", "final_lr_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")

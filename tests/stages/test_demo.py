@@ -44,8 +44,8 @@ def test_a_second_run_reuses_everything_but_the_samples(ran: list[list[str]], tm
 
 
 def test_an_interrupted_training_is_resumed(ran: list[list[str]], tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints" / "step-000100").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "step-000100" / "manifest.json").write_text("{}")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("settings: {}")
     demo.main(DemoArgs(out=tmp_path))
     train = next(command for command in ran if command[0] == "pretrain")
     assert "--resume" in train

@@ -19,7 +19,7 @@ from nanok3.data.plan import Source
 from nanok3.data.prepared import prepare
 from nanok3.data.tokenizer import train_tokenizer
 from nanok3.model.weights import load
-from nanok3.stages.pretrain import PretrainArgs, model_config, parse
+from nanok3.stages.pretrain import PretrainArgs, model_config, only_one, parse
 
 MODEL = ["--preset", "tiny", "--depth", "4", "--set", "num_experts=4", "hidden_size=64"]
 TRAIN = ["--train.batch-size", "2", "--train.seq-len", "32", "--train.precision", "float32", "--train.eval-every", "4"]
@@ -123,6 +123,30 @@ def test_length_is_asked_for(data: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_unknown_source_in_the_mixture(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(data, tmp_path / "run", "--train.steps", "2", "--mixture", "prose:1") == 2
     assert "'prose' is no source of" in capsys.readouterr().err
+
+
+def test_a_finished_run_without_checkpoints_is_kept(data: Path, tmp_path: Path, capsys, unchecked) -> None:
+    out = tmp_path / "run"
+    common = ["--train.steps", "2", "--train.save-every", "0", "--no-evaluate"]
+    assert run(data, out, *common) == 0
+    before = (out / "model" / "model.safetensors").read_bytes()
+    assert run(data, out, *common) == 2 and run(data, out, "--resume", *common) == 2
+    assert "kept no checkpoint" in capsys.readouterr().err
+    assert (out / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_damaged_checkpoints_are_not_started_over(data: Path, tmp_path: Path, capsys, unchecked) -> None:
+    out = tmp_path / "run"
+    assert run(data, out, "--train.steps", "2", "--no-evaluate") == 0
+    for file in (out / "checkpoints").glob("*/trainer.pt"):
+        file.write_bytes(file.read_bytes() + b"x")
+    assert run(data, out, "--resume", "--train.steps", "4", "--no-evaluate") == 2
+    assert "no checkpoint of" in capsys.readouterr().err
+
+
+def test_one_process_a_run(tmp_path: Path) -> None:
+    with only_one(tmp_path), pytest.raises(ValueError, match="another process is training"), only_one(tmp_path):
+        pass
 
 
 def start(data: Path, out: Path, *flags: str) -> subprocess.Popen[str]:

@@ -61,8 +61,19 @@ def test_damage_is_named_and_passed_over(model: K3, tmp_path: Path) -> None:
 
 def test_unreadable_manifest(model: K3, tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, model, TRAINER)
-    (path / "manifest.json").write_text('{"sha256": ')
-    assert latest(tmp_path)[0] is None
+    for broken in ('{"sha256": ', "[]", "5", '{"sha256": []}', '{"sha256": {}}', '{"sha256": 5}'):
+        (path / "manifest.json").write_text(broken)
+        assert latest(tmp_path)[0] is None
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_nothing(model: K3, tmp_path: Path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"writing-000001: cannot be written"):
+        save_checkpoint(tmp_path, 1, model, TRAINER)
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from nanok3.train.settings import TrainSettings
         ({"seq_len": 1}, "seq_len is 1"),
         ({"minutes": 0.0}, "minutes is 0.0; it must be above 0"),
         ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": float("inf")}, "lr is inf"),
+        ({"seed": -1}, "seed is -1"),
         ({"lr": float("nan")}, "lr is nan"),
         ({"warmup_fraction": 1.5}, r"warmup_fraction is 1.5; it must lie in \[0, 1\]"),
         ({"precision": "fp8"}, "precision is 'fp8'; allowed"),
