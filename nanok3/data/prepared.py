@@ -122,6 +122,16 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
+def _check_apart(folder: Path, sources: Sequence[Source]) -> None:
+    """ValueError if `folder` holds a source or lies in one: the next run would read what this one writes, and train
+    on the validation documents."""
+    out = folder.resolve()
+    for source in sources:
+        path = source.path.resolve() if source.path else None
+        if path and (out == path or path in out.parents or out in path.parents):
+            raise ValueError(f"out: {folder} overlaps the source {source.path}; choose a folder apart from the sources")
+
+
 def prepare(
     sources: Sequence[Source],
     tokenizer: Tokenizer,
@@ -133,8 +143,9 @@ def prepare(
     progress: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Write the folder described above and return its manifest. An interrupted run leaves a folder without a
-    manifest, which the loader refuses; the next run writes it anew. Arguments as for `plan`."""
+    manifest, which the loader refuses; the next run writes it anew. Arguments as for `plan`. Raises ValueError if `out` and a source lie in one another."""
     folder = Path(out)
+    _check_apart(folder, sources)
     progress("reading " + ", ".join(source.name for source in sources))
     plans = plan(sources, validation, seed, cache, report)
     (folder / MANIFEST).unlink(missing_ok=True)  # from here on the folder is not whole

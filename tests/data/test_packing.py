@@ -37,10 +37,11 @@ def test_every_prediction_is_in_one_row(lengths: list[int], seq_len: int) -> Non
 
 @pytest.fixture
 def source(tmp_path: Path, tokenizer: Tokenizer, prose: str) -> TokenSource:
+    (tmp_path / "notes").mkdir()
     for number, paragraph in enumerate(prose.split("\n\n")):
-        (tmp_path / f"{number:02}.txt").write_text(paragraph, "utf-8")
-    prepare([Source("notes", 1.0, tmp_path)], tokenizer, tmp_path / ".out", validation=0.0)
-    (opened,) = Prepared(tmp_path / ".out").sources()
+        (tmp_path / "notes" / f"{number:02}.txt").write_text(paragraph, "utf-8")
+    prepare([Source("notes", 1.0, tmp_path / "notes")], tokenizer, tmp_path / "out", validation=0.0)
+    (opened,) = Prepared(tmp_path / "out").sources()
     return opened
 
 

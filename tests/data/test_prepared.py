@@ -84,27 +84,27 @@ def test_large_vocabularies_take_four_bytes() -> None:
 def test_an_interrupted_run_is_refused_and_repaired(
     sources: list[Source], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(sources, tokenizer, tmp_path, report=lambda skipped: None)
-    first = Prepared(tmp_path).sources()[0].tokens(0).tolist()
+    prepare(sources, tokenizer, tmp_path / "out", report=lambda skipped: None)
+    first = Prepared(tmp_path / "out").sources()[0].tokens(0).tolist()
 
     def interrupted(step: str) -> None:
         if step == "encoding b":
             raise KeyboardInterrupt
 
     with pytest.raises(ValueError, match="validation: 2"):
-        prepare(sources, tokenizer, tmp_path, validation=2.0)
-    assert Prepared(tmp_path).sources()  # a mistake in the arguments harms nothing
+        prepare(sources, tokenizer, tmp_path / "out", validation=2.0)
+    assert Prepared(tmp_path / "out").sources()  # a mistake in the arguments harms nothing
     with pytest.raises(KeyboardInterrupt):
-        prepare(sources, tokenizer, tmp_path, report=lambda skipped: None, progress=interrupted)
+        prepare(sources, tokenizer, tmp_path / "out", report=lambda skipped: None, progress=interrupted)
     with pytest.raises(ValueError, match=r"manifest\.json: missing; the folder was not prepared, or not to the end"):
-        Prepared(tmp_path)
-    prepare(sources, tokenizer, tmp_path, report=lambda skipped: None)
-    assert Prepared(tmp_path).sources()[0].tokens(0).tolist() == first
+        Prepared(tmp_path / "out")
+    prepare(sources, tokenizer, tmp_path / "out", report=lambda skipped: None)
+    assert Prepared(tmp_path / "out").sources()[0].tokens(0).tolist() == first
 
 
 def test_damaged_folders_are_refused(sources: list[Source], tokenizer: Tokenizer, tmp_path: Path, prose: str) -> None:
-    prepare(sources, tokenizer, tmp_path, report=lambda skipped: None)
-    opened, shard = Prepared(tmp_path), tmp_path / "train" / "b-00000.bin"
+    prepare(sources, tokenizer, tmp_path / "out", report=lambda skipped: None)
+    opened, shard = Prepared(tmp_path / "out"), tmp_path / "out" / "train" / "b-00000.bin"
     with pytest.raises(ValueError, match=r"prepared with another tokenizer \(vocab_size 700, given 650\)"):
         opened.check_tokenizer(train_tokenizer([prose], 650))
     size = shard.stat().st_size
@@ -114,17 +114,18 @@ def test_damaged_folders_are_refused(sources: list[Source], tokenizer: Tokenizer
     shard.unlink()
     with pytest.raises(ValueError, match=r"b-00000\.bin: missing"):
         opened.sources()
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
     with pytest.raises(ValueError, match="format 99; this version reads 1"):
-        Prepared(tmp_path)
+        Prepared(tmp_path / "out")
 
 
 def test_a_source_without_validation_documents_is_left_out_of_the_split(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("short")
     (tmp_path / "two.jsonl").write_text('{"text": "x y"}\n{"text": "z"}\n')
-    prepare([Source("one", 1.0, tmp_path / "one.txt"), Source("two", 2.0, tmp_path / "two.jsonl")], tokenizer, tmp_path)
-    opened = Prepared(tmp_path)
+    mixture = [Source("one", 1.0, tmp_path / "one.txt"), Source("two", 2.0, tmp_path / "two.jsonl")]
+    prepare(mixture, tokenizer, tmp_path / "out")
+    opened = Prepared(tmp_path / "out")
     assert [source.name for source in opened.sources()] == ["one", "two"]
     assert [source.name for source in opened.sources("validation")] == ["two"] and opened.weights("validation") == [2.0]
     assert opened.validation_text("one") == b""
@@ -139,3 +140,31 @@ def test_digests_tell_sources_and_contents_apart(sources: list[Source], tokenize
     first = digests()
     assert len(set(first)) == 4 and digests() == first and not set(digests(seed=1)) & set(first)
     assert isinstance(Prepared(tmp_path / "out").sources()[0], TokenSource)
+
+
+@pytest.mark.parametrize(
+    ("out", "source"),
+    [
+        ("notes", "notes"),
+        ("notes/out", "notes"),
+        ("notes/.out", "notes"),
+        ("notes", "notes/sub"),
+        ("notes", "notes/a.txt"),
+        ("notes/a.txt", "notes/a.txt"),
+        ("other/../notes/out", "notes"),
+        ("link/out", "notes"),
+        ("notes/out", "link"),
+    ],
+)
+def test_a_folder_is_never_its_own_source(tokenizer: Tokenizer, tmp_path: Path, out: str, source: str) -> None:
+    (tmp_path / "notes" / "sub").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    for name in ("a.txt", "sub/b.txt"):
+        (tmp_path / "notes" / name).write_text(f"a few words in {name}")
+    (tmp_path / "link").symlink_to(tmp_path / "notes")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError) as error:
+        prepare([Source("prose"), Source("mine", 1.0, tmp_path / source)], tokenizer, tmp_path / out)
+    assert str(error.value).startswith(f"out: {tmp_path / out} overlaps the source {tmp_path / source};")
+    assert sorted(tmp_path.rglob("*")) == before
+    prepare([Source("mine", 1.0, tmp_path / source)], tokenizer, tmp_path / "notes out")  # a common beginning only
