@@ -11,7 +11,9 @@ a clone or a snapshot could share.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -30,6 +32,13 @@ class KDAState:
 
     def clone(self) -> KDAState:
         return KDAState(self.conv.clone(), self.recurrent.clone())
+
+    def mark(self) -> tuple[Tensor, Tensor]:
+        """This moment, for `rollback`; no copy, because the tensors are replaced and never written into."""
+        return self.conv, self.recurrent
+
+    def rollback(self, mark: tuple[Tensor, Tensor]) -> None:
+        self.conv, self.recurrent = mark
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +80,13 @@ class LatentCache:
         grown[:, : self.tokens] = self.latents.detach()
         self._buffer = grown
 
+    def mark(self) -> tuple[Tensor, int]:
+        """This moment, for `rollback`; no copy, because rows up to `tokens` are never written again."""
+        return self._buffer, self.tokens
+
+    def rollback(self, mark: tuple[Tensor, int]) -> None:
+        self._buffer, self.tokens = mark
+
     def clone(self) -> LatentCache:
         copy = LatentCache(0, self._buffer.shape[2], self._buffer.dtype, self._buffer.device)
         copy._buffer, copy.tokens = self.latents.clone(), self.tokens
@@ -80,7 +96,7 @@ class LatentCache:
 class ModelState:
     """The state of a batch of sequences after `tokens` tokens each.
 
-    Contract: `forward` advances it in place and returns it; `clone()` is independent of the original; `snapshot()` is
+    Contract: `forward` advances it in place and returns it, and leaves it as it was if it fails; `clone()` is independent of the original; `snapshot()` is
     read-only and may be restored any number of times.
     """
 
@@ -116,6 +132,18 @@ class ModelState:
     def clone(self) -> ModelState:
         """An independent copy: advancing one never changes the other."""
         return ModelState([layer.clone() for layer in self.layers], self.tokens)
+
+    @contextmanager
+    def unless_it_fails(self) -> Iterator[None]:
+        """A `with` block that advances this state wholly or, when it raises, not at all."""
+        tokens, undo = self.tokens, [partial(layer.rollback, layer.mark()) for layer in self.layers]
+        try:
+            yield
+        except BaseException:
+            self.tokens = tokens
+            for rollback in undo:
+                rollback()
+            raise
 
     def snapshot(self) -> Snapshot:
         """A read-only copy of this moment; `snapshot().restore()` gives a fresh state to continue from."""

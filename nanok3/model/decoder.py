@@ -13,6 +13,7 @@ the ordinary pre-norm decoder.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -200,10 +201,12 @@ class K3(nn.Module):
         """input_ids: tokens, with one placeholder per picture or one per feature row. cu_seqlens (n + 1): documents
         packed into one row (B = 1), none of which sees another. state: read on from it; it is advanced."""
         hidden = Hidden() if return_hidden else None
-        final = self._run(input_ids, pixel_values, grid_thw, cu_seqlens, state, hidden)
+        with _wholly(state):
+            final = self._run(input_ids, pixel_values, grid_thw, cu_seqlens, state, hidden)
+            logits = self.lm_head(final)
         if hidden is not None:
             hidden.final = final
-        return Output(self.lm_head(final), state, hidden)
+        return Output(logits, state, hidden)
 
     def hidden_states(
         self,
@@ -214,7 +217,8 @@ class K3(nn.Module):
         state: ModelState | None = None,
     ) -> Float[Tensor, "B T D"]:
         """The final normed hidden, before the head: what a loss in chunks, or a draft, reads."""
-        return self._run(input_ids, pixel_values, grid_thw, cu_seqlens, state, None)
+        with _wholly(state):
+            return self._run(input_ids, pixel_values, grid_thw, cu_seqlens, state, None)
 
     def vision(
         self, pixel_values: Float[Tensor, "N 3 P P"], grid_thw: Int[Tensor, "items 3"]
@@ -294,6 +298,11 @@ class K3(nn.Module):
 
     def _dtype(self) -> torch.dtype:
         return self.compute_dtype or self.model.embed_tokens.weight.dtype
+
+
+def _wholly(state: ModelState | None) -> AbstractContextManager[None]:
+    """A block that advances `state`, if there is one, wholly or not at all."""
+    return nullcontext() if state is None else state.unless_it_fails()
 
 
 class _RouterTap:

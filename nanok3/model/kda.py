@@ -440,6 +440,9 @@ def _check(
 ) -> None:
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
+    for name, tensor, sizes in (("q", q, (H, K)), ("v", v, (HV, V))):
+        if 0 in sizes:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; heads and their width must be at least 1")
     wanted: dict[str, tuple[Tensor, tuple[int, ...]]] = {"k": (k, (B, T, H, K)), "v": (v, (B, T, HV, V))}
     wanted |= {"log_decay": (log_decay, (B, T, HV, K)), "beta": (beta, (B, T, HV))}
     sequences = B if cu_seqlens is None else len(cu_seqlens) - 1

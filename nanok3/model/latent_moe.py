@@ -100,6 +100,8 @@ class PackedExperts(nn.Module):
             self.register_buffer(f"{name}_scale", torch.empty(E, rows, columns // BLOCK, dtype=torch.uint8))
 
     def forward(self, z: Float[Tensor, "m L"], counts: Int[Tensor, " E"]) -> Float[Tensor, "m L"]:
+        if self.training and torch.is_grad_enabled():
+            raise ValueError("packed experts are for inference; load with a dtype to train")
         parts, start = [], 0
         for e, count in enumerate(counts.tolist()):
             if count:

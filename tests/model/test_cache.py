@@ -242,3 +242,37 @@ def test_names_of_what_a_state_holds(model):
     names = [name for name, _ in model.new_state(1).tensors()]
     assert names[:2] == ["layers.0.conv", "layers.0.recurrent"] and names[-1] == "layers.4.latents"
     assert len(names) == 2 * 3 + 2
+
+
+# ------------------------------------------------------------------ failing
+
+
+@pytest.mark.parametrize("failing", ["first layer", "last layer", "head"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("read", [0, 5, 64])
+def test_a_forward_that_fails_leaves_the_state_as_it_was(model, failing, error, read):
+    """Whatever was read before, and wherever it fails: the state reads on as if nothing had happened."""
+    ids = torch.randint(0, 1024, (2, 80))
+    state = model.new_state(2)
+    if read:
+        model(ids[:, :read], state=state)
+    untouched = model.new_state(2)
+    if read:
+        model(ids[:, :read], state=untouched)
+    before = contents(state)
+
+    def fail(*_):
+        raise error("broken")
+
+    layers = model.model.layers
+    place = {"first layer": layers[0].post_attention_layernorm, "last layer": layers[-1], "head": model.lm_head}
+    handle = place[failing].register_forward_hook(fail)
+    try:
+        with pytest.raises(error):
+            model(ids[:, read : read + 9].flip(1), state=state)
+    finally:
+        handle.remove()
+    assert state.tokens == read and same(contents(state), before)
+    rest = ids[:, read : read + 7]
+    assert torch.equal(model(rest, state=state).logits, model(rest, state=untouched).logits)
+    assert same(contents(state), contents(untouched))

@@ -435,6 +435,15 @@ def test_auto_takes_the_chunks_where_the_compiled_form_does_not_apply(monkeypatc
     assert torch.equal(kda(*inputs)[0], kda_chunked(*inputs)[0]) and len(seen) == 1
 
 
+@pytest.mark.parametrize(("sizes", "named"), [({"heads": 0}, "q"), ({"K": 0}, "q"), ({"V": 0}, "v")])
+def test_heads_and_widths_of_nothing_are_refused(sizes, named, unchecked):
+    H, K, V = (sizes.get(name, size) for name, size in (("heads", 2), ("K", 8), ("V", 5)))
+    q, v = torch.zeros(1, 3, H, K), torch.zeros(1, 3, H, V)
+    for backend in ("reference", "torch", "auto"):
+        with pytest.raises(ValueError, match=rf"{named} has shape \(1, 3, .*must be at least 1"):
+            kda(q, q, v, q, q[..., 0] if K else torch.zeros(1, 3, H), backend=backend)
+
+
 def test_misfitting_inputs_are_named(unchecked):
     q, k, v, g, b, state = draw(6, batch=2, heads=2, value_heads=4)
     for backend in ("reference", "torch", "auto"):

@@ -266,13 +266,24 @@ def test_item_28_a_nan_token_reaches_no_other():
 
 def packed_pair():
     cfg = with_expert_format(config(), "mxfp4")
-    plain, packed = experts(cfg, torch.float64), PackedExperts(cfg)
+    plain, packed = experts(cfg, torch.float64), PackedExperts(cfg).eval()
     for name in ("w1", "w2", "w3"):
         bytes_, scale = quantize_mxfp4(getattr(plain, name).detach())
         setattr(packed, f"{name}_packed", bytes_)
         setattr(packed, f"{name}_scale", scale)
         getattr(plain, name).data.copy_(dequantize_mxfp4(bytes_, scale, torch.float64))
     return cfg, plain, packed
+
+
+def test_packed_experts_do_not_train():
+    cfg, _, packed = packed_pair()
+    z, counts = torch.randn(1, cfg.latent_size), torch.tensor([1] + [0] * (cfg.num_experts - 1))
+    packed.train()
+    with pytest.raises(ValueError, match="packed experts are for inference; load with a dtype to train"):
+        packed(z, counts)
+    with torch.no_grad():
+        read = packed(z, counts)
+    assert torch.equal(packed.eval()(z, counts), read)
 
 
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
