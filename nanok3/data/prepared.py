@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 _SHARD_TOKENS = 1 << 24
 _BATCH_CHARS = 4 << 20
+
+_SHARD = {"name": str, "documents": int, "tokens": int, "sha256": str}
+_SPLIT = {"documents": int, "bytes": int, "tokens": int, "shards": [_SHARD]}
+_ENTRY = {"weight": int | float, "train": _SPLIT, "validation": _SPLIT}
+_MANIFEST = {"tokenizer": str, "vocab_size": int, "eos_id": int, "pad_id": int, "dtype": str, "sources": {}}
 
 
 class _SplitWriter:
@@ -143,7 +149,8 @@ def prepare(
     progress: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Write the folder described above and return its manifest. An interrupted run leaves a folder without a
-    manifest, which the loader refuses; the next run writes it anew. Arguments as for `plan`. Raises ValueError if `out` and a source lie in one another."""
+    manifest, which the loader refuses; the next run writes it anew. Arguments as for `plan`. Raises ValueError if
+    `out` holds a source or lies in one."""
     folder = Path(out)
     _check_apart(folder, sources)
     progress("reading " + ", ".join(source.name for source in sources))
@@ -180,7 +187,9 @@ class TokenSource:
         self._paths = [folder / f"{shard['name']}.bin" for shard in shards]
         for path, shard in zip(self._paths, shards, strict=True):
             _check_size(path, shard["tokens"] * self._dtype.itemsize)
-        self._starts = [np.load(path.with_suffix(".npy")) for path in self._paths]
+        self._starts = [
+            _read_starts(path.with_suffix(".npy"), shard) for path, shard in zip(self._paths, shards, strict=True)
+        ]
         self._first = np.cumsum([0, *(len(starts) - 1 for starts in self._starts)])
         self._maps: dict[int, np.ndarray] = {}
         self.lengths = np.concatenate([np.diff(starts) for starts in self._starts] or [np.zeros(0, np.int64)])
@@ -212,17 +221,62 @@ def _check_size(path: Path, size: int) -> None:
         raise ValueError(f"{path}: {'missing' if found is None else f'{found} bytes'}; the manifest says {size}")
 
 
+def _read_starts(path: Path, shard: dict[str, Any]) -> np.ndarray:
+    """Where the documents of a shard begin, and the end, (documents + 1,)."""
+    try:
+        starts = np.load(path)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path}: unreadable ({error})") from error
+    if starts.dtype.kind != "i" or starts.shape != (shard["documents"] + 1,):
+        raise ValueError(f"{path}: {starts.dtype} {starts.shape}; expected {shard['documents'] + 1} integers")
+    if starts[0] != 0 or starts[-1] != shard["tokens"] or (np.diff(starts) < 1).any():
+        raise ValueError(f"{path}: does not rise from 0 to {shard['tokens']}, the tokens of the shard")
+    return starts
+
+
+def _check_shape(path: Path, value: object, shape: Any, field: str) -> None:
+    """ValueError unless `value` is built like `shape`: a type, a dict of the keys it must have, or a list of one."""
+    expected = {dict: "a mapping", list: "a list"}.get(type(shape), getattr(shape, "__name__", "a number"))
+    kind = type(shape) if isinstance(shape, dict | list) else shape
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{path}: {field} is {str(value)[:60]!r}; expected {expected}")
+    if isinstance(value, dict):
+        for key, inner in shape.items():
+            if key not in value:
+                raise ValueError(f"{path}: {field} has no {key!r}; prepare the data again (nanok3 data)")
+            _check_shape(path, value[key], inner, f"{field}.{key}")
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            _check_shape(path, each, shape[0], f"{field}[{number}]")
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest with everything that readers rely on; ValueError, with the path, for any other content."""
+    try:
+        manifest = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    _check_shape(path, manifest, {"format": int}, "manifest")
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"{path}: format {manifest['format']}; this version reads {FORMAT}")
+    _check_shape(path, manifest, _MANIFEST, "manifest")
+    for name, entry in manifest["sources"].items():
+        _check_shape(path, entry, _ENTRY, f"sources.{name}")
+    if manifest["dtype"] not in ("uint16", "uint32"):
+        raise ValueError(f"{path}: dtype {manifest['dtype']!r}; expected uint16 or uint32")
+    return manifest
+
+
 class Prepared:
-    """A prepared folder, opened for reading. Raises ValueError if it is incomplete or of another format."""
+    """A prepared folder, opened for reading. Raises ValueError if it is incomplete or of another format; `verify`
+    looks for damage inside the files."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         path = self.folder / MANIFEST
         if not path.is_file():
             raise ValueError(f"{path}: missing; the folder was not prepared, or not to the end (nanok3 data)")
-        self.manifest = json.loads(path.read_text("utf-8"))
-        if self.manifest["format"] != FORMAT:
-            raise ValueError(f"{path}: format {self.manifest['format']}; this version reads {FORMAT}")
+        self.manifest = _read_manifest(path)
 
     def sources(self, split: str = "train") -> list[TokenSource]:
         """The sources that have documents in `split`."""
@@ -235,8 +289,12 @@ class Prepared:
         return [float(entry["weight"]) for entry in entries if entry[split]["documents"]]
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the ids."""
-        return Tokenizer.load(self.folder / "tokenizer")
+        """The tokenizer that made the ids; ValueError if the folder's is damaged or was exchanged."""
+        path = self.folder / "tokenizer"
+        tokenizer = Tokenizer.load(path)
+        if tokenizer.fingerprint() != self.manifest["tokenizer"]:
+            raise ValueError(f"{path}: changed, not the tokenizer that made the ids; prepare the data again")
+        return tokenizer
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """ValueError unless `tokenizer` is the one that made the ids."""
@@ -249,3 +307,33 @@ class Prepared:
     def validation_text(self, name: str) -> bytes:
         """The validation documents of one source, end to end; as many bytes as its `TokenSource.bytes`."""
         return (self.folder / "validation" / f"{name}.txt").read_bytes()
+
+    def verify(self) -> None:
+        """Read every file and compare it with the manifest: shards by their hash, the places where documents begin
+        by the `[EOS]` before them, the tokenizer by its fingerprint, validation texts by their size. Raises one
+        ValueError that names all damaged files."""
+        checks: list[Callable[[], object]] = [self.tokenizer]
+        for name, entry in self.manifest["sources"].items():
+            text = self.folder / "validation" / f"{name}.txt"
+            checks.append(partial(_check_size, text, entry["validation"]["bytes"]))
+            shards = [shard for split in SPLITS for shard in entry[split]["shards"]]
+            checks += [partial(self._verify_shard, shard) for shard in shards]
+        damaged = []
+        for check in checks:
+            try:
+                check()
+            except ValueError as error:
+                damaged.append(str(error))
+        if damaged:
+            raise ValueError("\n".join(damaged))
+
+    def _verify_shard(self, shard: dict[str, Any]) -> None:
+        path = self.folder / f"{shard['name']}.bin"
+        dtype = np.dtype(self.manifest["dtype"]).newbyteorder("<")
+        _check_size(path, shard["tokens"] * dtype.itemsize)
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != shard["sha256"]:
+            raise ValueError(f"{path}: damaged, its sha256 is not the one of the manifest; prepare the data again")
+        starts = _read_starts(path.with_suffix(".npy"), shard)
+        if not np.array_equal(starts[1:] - 1, np.flatnonzero(np.frombuffer(content, dtype) == self.manifest["eos_id"])):
+            raise ValueError(f"{path.with_suffix('.npy')}: damaged, documents do not begin after [EOS]")

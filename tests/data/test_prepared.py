@@ -168,3 +168,80 @@ def test_a_folder_is_never_its_own_source(tokenizer: Tokenizer, tmp_path: Path, 
     assert str(error.value).startswith(f"out: {tmp_path / out} overlaps the source {tmp_path / source};")
     assert sorted(tmp_path.rglob("*")) == before
     prepare([Source("mine", 1.0, tmp_path / source)], tokenizer, tmp_path / "notes out")  # a common beginning only
+
+
+def _flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_verify_names_every_damaged_file(sources: list[Source], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare(sources, tokenizer, out, report=lambda skipped: None)
+    opened = Prepared(out)
+    opened.verify()
+    _flip(out / "train" / "a-00000.bin", 100)
+    starts = np.load(out / "train" / "b-00000.npy")
+    starts[3] += 1
+    np.save(out / "train" / "b-00000.npy", starts)
+    (out / "validation" / "a-00000.npy").write_bytes(b"no array")
+    text = out / "validation" / "b.txt"
+    text.write_bytes(text.read_bytes()[:-1])
+    (out / "validation" / "a.txt").unlink()
+    opened.sources("train")  # none of it shows in a size or an end
+    with pytest.raises(ValueError) as error:
+        opened.verify()
+    lines = str(error.value).splitlines()
+    damaged = [
+        "validation/a.txt",
+        "train/a-00000.bin",
+        "validation/a-00000.npy",
+        "validation/b.txt",
+        "train/b-00000.npy",
+    ]
+    assert [line.split(": ")[0] for line in lines] == [str(out / name) for name in damaged]
+    with pytest.raises(ValueError, match=r"a-00000\.npy: unreadable"):
+        opened.sources("validation")
+
+
+def test_an_exchanged_tokenizer_is_refused(
+    sources: list[Source], tokenizer: Tokenizer, tmp_path: Path, prose: str
+) -> None:
+    prepare(sources, tokenizer, tmp_path / "out", report=lambda skipped: None)
+    train_tokenizer([prose[::-1]], tokenizer.vocab_size).save(tmp_path / "out" / "tokenizer")
+    opened = Prepared(tmp_path / "out")
+    for read in (opened.tokenizer, opened.verify):
+        with pytest.raises(ValueError, match=r"out/tokenizer: changed, not the tokenizer that made the ids"):
+            read()
+
+
+def _without(key: str):
+    return lambda manifest: {name: value for name, value in manifest.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda manifest: b"{", "not JSON"),
+        (lambda manifest: b"\xff", "not JSON"),
+        (lambda manifest: b"[" * 200_000, "not JSON"),
+        (lambda manifest: [], "manifest is '\\[\\]'; expected a mapping"),
+        (lambda manifest: {}, "manifest has no 'format'"),
+        (lambda manifest: {"format": 1}, "manifest has no 'tokenizer'"),
+        (_without("sources"), "manifest has no 'sources'"),
+        (lambda manifest: manifest | {"sources": []}, "manifest.sources is '\\[\\]'; expected a mapping"),
+        (lambda manifest: manifest | {"sources": {"a": {"weight": "x"}}}, "sources.a.weight is 'x'; expected a number"),
+        (lambda manifest: manifest | {"sources": {"a": {"weight": 1}}}, "sources.a has no 'train'"),
+        (lambda manifest: manifest | {"vocab_size": True}, "manifest.vocab_size is 'True'; expected int"),
+        (lambda manifest: manifest | {"dtype": "float32"}, "dtype 'float32'; expected uint16 or uint32"),
+    ],
+)
+def test_malformed_manifests(sources: list[Source], tokenizer: Tokenizer, tmp_path: Path, change, message: str) -> None:
+    manifest = prepare(sources, tokenizer, tmp_path / "out", report=lambda skipped: None)
+    changed = change(manifest)
+    path = tmp_path / "out" / "manifest.json"
+    path.write_bytes(changed if isinstance(changed, bytes) else json.dumps(changed).encode())
+    with pytest.raises(ValueError, match=message) as error:
+        Prepared(tmp_path / "out")
+    assert str(error.value).startswith(f"{path}: ")
