@@ -401,6 +401,8 @@ def _replace_file(path: Path, text: str) -> None:
 
 # ---------------------------------------------------------------------- rules
 
+_LARGEST = 2**31 - 1
+_DEEPEST = 100_000
 _KINDS = {
     "int": "a whole number",
     "float": "a finite number",
@@ -436,6 +438,8 @@ def _validate(cfg: K3Config) -> None:
         allowed = str(f.type).split(" | ")
         if f.name != "source" and not any(_is_a(getattr(cfg, f.name), kind) for kind in allowed):
             refuse(f.name, "it must be " + " or ".join(_KINDS[kind] for kind in allowed))
+        if f.name != "source" and _is_huge(getattr(cfg, f.name)):
+            refuse(f.name, f"a whole number may not be above {_LARGEST} in size")
     for least, names in ((1, _AT_LEAST_1), (0, _AT_LEAST_0)):
         for name in names:
             value = getattr(cfg, name)
@@ -445,6 +449,8 @@ def _validate(cfg: K3Config) -> None:
         value = getattr(cfg, name)
         if value is not None and not value > 0:
             refuse(name, "it must be above 0")
+    if cfg.num_hidden_layers > _DEEPEST:
+        refuse("num_hidden_layers", f"it must be at most {_DEEPEST}")
     _validate_schedule(cfg, refuse)
     _validate_text(cfg, refuse)
     _validate_vision(cfg, refuse)
@@ -462,6 +468,13 @@ def _is_a(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return False
     return isinstance(value, int) or (kind == "float" and isinstance(value, float) and math.isfinite(value))
+
+
+def _is_huge(value: Any) -> bool:
+    """Whether a whole number would sooner be an error of memory, or of a C integer, than a size."""
+    if isinstance(value, tuple):
+        return any(map(_is_huge, value))
+    return isinstance(value, int) and abs(value) > _LARGEST
 
 
 def _validate_schedule(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
@@ -629,6 +642,8 @@ def _at_depth(cfg: K3Config, depth: int, **changes: Any) -> K3Config:
     blocks. Head widths stay, as they do across the K-family. Keyword arguments override single fields."""
     if not isinstance(depth, int) or depth < 1:
         raise ValueError(f"at_depth({depth!r}): the depth must be a whole number of at least 1")
+    if depth > _DEEPEST:
+        raise ValueError(f"at_depth({depth!r}): the depth must be at most {_DEEPEST}")
     scale = depth / cfg.num_hidden_layers
     heads = max(1, round(cfg.kda_num_heads * scale))
     width = max(32, _round(cfg.hidden_size / cfg.kda_num_heads * heads, 32))

@@ -484,6 +484,32 @@ def test_an_impossible_depth_is_refused(depth, unchecked):
         K3Config.tiny().at_depth(depth)
 
 
+@pytest.mark.parametrize("depth", [100_001, 99_999_999_999, 10**30])
+def test_a_depth_beyond_bounds_is_refused(depth):
+    with pytest.raises(ValueError, match=rf"at_depth\({depth}\): the depth must be at most 100000"):
+        K3Config.tiny().at_depth(depth)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("num_hidden_layers", 10**30, "a whole number may not be above 2147483647"),
+        ("num_hidden_layers", 100_001, "it must be at most 100000"),
+        ("hidden_size", 10**30, "a whole number may not be above 2147483647"),
+        ("vocab_size", 2**31, "a whole number may not be above 2147483647"),
+        ("hidden_size", 1e30, "it must be a whole number"),
+        ("bos_token_id", -(10**30), "a whole number may not be above 2147483647"),
+        ("kda_layers", (1, 2, 3, 10**30), "a whole number may not be above"),
+        ("rms_norm_eps", 10**400, "a whole number may not be above"),
+        ("routed_scaling_factor", 10**30, "a whole number may not be above"),
+    ],
+)
+def test_numbers_without_bound_are_refused(field, value, rule, unchecked):
+    with pytest.raises(ValueError) as error:
+        replace(K3Config.tiny(), **{field: value})
+    assert f"field {field!r} is {value!r}; {rule}" in str(error.value)
+
+
 @pytest.mark.parametrize(("preset", "millions"), [(K3Config.tiny, 1.5), (K3Config.small, 30), (K3Config.base, 1300)])
 def test_presets_have_their_size(preset, millions):
     size = sum(p.numel() for p in build(preset()).parameters()) / 1e6

@@ -10,10 +10,9 @@ a clone or a snapshot could share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -33,12 +32,14 @@ class KDAState:
     def clone(self) -> KDAState:
         return KDAState(self.conv.clone(), self.recurrent.clone())
 
-    def mark(self) -> tuple[Tensor, Tensor]:
-        """This moment, for `rollback`; no copy, because the tensors are replaced and never written into."""
-        return self.conv, self.recurrent
+    def mark(self) -> Callable[[], None]:
+        """A function that brings this moment back; no copy, because the tensors are replaced, never written into."""
+        conv, recurrent = self.conv, self.recurrent
 
-    def rollback(self, mark: tuple[Tensor, Tensor]) -> None:
-        self.conv, self.recurrent = mark
+        def rollback() -> None:
+            self.conv, self.recurrent = conv, recurrent
+
+        return rollback
 
     @property
     def nbytes(self) -> int:
@@ -80,12 +81,14 @@ class LatentCache:
         grown[:, : self.tokens] = self.latents.detach()
         self._buffer = grown
 
-    def mark(self) -> tuple[Tensor, int]:
-        """This moment, for `rollback`; no copy, because rows up to `tokens` are never written again."""
-        return self._buffer, self.tokens
+    def mark(self) -> Callable[[], None]:
+        """A function that brings this moment back; no copy, because rows up to `tokens` are never written again."""
+        buffer, tokens = self._buffer, self.tokens
 
-    def rollback(self, mark: tuple[Tensor, int]) -> None:
-        self._buffer, self.tokens = mark
+        def rollback() -> None:
+            self._buffer, self.tokens = buffer, tokens
+
+        return rollback
 
     def clone(self) -> LatentCache:
         copy = LatentCache(0, self._buffer.shape[2], self._buffer.dtype, self._buffer.device)
@@ -96,8 +99,8 @@ class LatentCache:
 class ModelState:
     """The state of a batch of sequences after `tokens` tokens each.
 
-    Contract: `forward` advances it in place and returns it, and leaves it as it was if it fails; `clone()` is independent of the original; `snapshot()` is
-    read-only and may be restored any number of times.
+    Contract: `forward` advances it in place and returns it, and leaves it as it was if it fails; `clone()` is
+    independent of the original; `snapshot()` is read-only and may be restored any number of times.
     """
 
     def __init__(self, layers: list[KDAState | LatentCache], tokens: int = 0) -> None:
@@ -136,12 +139,12 @@ class ModelState:
     @contextmanager
     def unless_it_fails(self) -> Iterator[None]:
         """A `with` block that advances this state wholly or, when it raises, not at all."""
-        tokens, undo = self.tokens, [partial(layer.rollback, layer.mark()) for layer in self.layers]
+        tokens, marks = self.tokens, [layer.mark() for layer in self.layers]
         try:
             yield
         except BaseException:
             self.tokens = tokens
-            for rollback in undo:
+            for rollback in marks:
                 rollback()
             raise
 
