@@ -236,8 +236,8 @@ def _read_starts(path: Path, shard: dict[str, Any]) -> np.ndarray:
 
 def _check_shape(path: Path, value: object, shape: Any, field: str) -> None:
     """ValueError unless `value` is built like `shape`: a type, a dict of the keys it must have, or a list of one."""
-    expected = {dict: "a mapping", list: "a list"}.get(type(shape), getattr(shape, "__name__", "a number"))
     kind = type(shape) if isinstance(shape, dict | list) else shape
+    expected = {dict: "a mapping", list: "a list", int: "an integer", str: "a text"}.get(kind, "a number")
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ValueError(f"{path}: {field} is {str(value)[:60]!r}; expected {expected}")
     if isinstance(value, dict):

@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import SupportsInt
+from typing import Any, SupportsInt
 
 import tiktoken
 import tokenizers
@@ -57,6 +57,9 @@ PATTERN = "|".join(
 RESERVED = 256
 """Ids kept for control tokens behind the ranks."""
 
+MAX_VOCAB_SIZE = 1 << 24
+"""The largest vocabulary that is trained, a hundred times that of the release."""
+
 SPECIAL_OFFSETS = {
     "[BOS]": 0,
     "[EOS]": 1,
@@ -80,7 +83,7 @@ SPECIAL_OFFSETS = {
 MODEL_FILE = "tiktoken.model"
 CONFIG_FILE = "tokenizer_config.json"
 _NOT_SKIPPED = {"<|open|>", "<|close|>", "<|sep|>"}
-_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]+)")
+_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]{1,9})")
 _PIECE_CHARS = 400_000
 _RUN_CHARS = 25_000
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{_RUN_CHARS + 1},}}|(?<!\s)\s{{{_RUN_CHARS + 1},}}")
@@ -119,14 +122,37 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 def _read_names(path: Path, first: int) -> dict[int, str]:
     """Names of reserved ids from the `added_tokens_decoder` of a tokenizer_config.json (earlier models of the
     family used the slots otherwise), those of the release if there is no such file or entry."""
-    added = json.loads(path.read_text("utf-8")).get("added_tokens_decoder") if path.exists() else None
+    added = _read_added(path) if path.exists() else {}
     if not added:
         return {first + offset: name for name, offset in SPECIAL_OFFSETS.items()}
-    names = {int(token): str(entry["content"]) for token, entry in added.items()}
+    names: dict[int, str] = {}
+    for token, entry in added.items():
+        if not re.fullmatch(r"[0-9]{1,9}", token):
+            raise ValueError(f"{path}: special id {token[:60]!r}; expected a number")
+        name = entry.get("content") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not name or name != without_lone_surrogates(name):
+            raise ValueError(f"{path}: special id {token} is {str(entry)[:60]!r}; expected a mapping with its content")
+        if name in names.values():
+            raise ValueError(f"{path}: two special ids share the name {name!r}")
+        names[int(token)] = name
     outside = [token for token in names if not first <= token < first + RESERVED]
     if outside:
         raise ValueError(f"{path}: special id {outside[0]} is outside {first} to {first + RESERVED - 1}")
     return names
+
+
+def _read_added(path: Path) -> dict[str, Any]:
+    """The `added_tokens_decoder` of a tokenizer_config.json, empty if it has none."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: {str(config)[:60]}; expected a mapping")
+    added = config.get("added_tokens_decoder")
+    if not isinstance(added, dict | None):
+        raise ValueError(f"{path}: added_tokens_decoder is {str(added)[:60]!r}; expected a mapping")
+    return added or {}
 
 
 class Tokenizer:
@@ -238,11 +264,18 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """ValueError for a size that no training can give."""
+    if vocab_size < 256 + RESERVED:
+        raise ValueError(f"vocab_size: {vocab_size} is below {256 + RESERVED}, bytes and reserved ids")
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ValueError(f"vocab_size: {vocab_size} is above {MAX_VOCAB_SIZE}")
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn `vocab_size - 512` merges from `texts`; 256 of the ids are the bytes and 256 the reserved ones.
     Equal texts in equal order give equal ranks. Raises ValueError if the texts hold fewer merges."""
-    if vocab_size < 256 + RESERVED:
-        raise ValueError(f"vocab_size: {vocab_size} is below {256 + RESERVED}, bytes and reserved ids")
+    check_vocab_size(vocab_size)
     alphabet = _byte_alphabet()
     split = pre_tokenizers.Split(tokenizers.Regex(PATTERN), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -233,7 +233,7 @@ def _without(key: str):
         (lambda manifest: manifest | {"sources": []}, "manifest.sources is '\\[\\]'; expected a mapping"),
         (lambda manifest: manifest | {"sources": {"a": {"weight": "x"}}}, "sources.a.weight is 'x'; expected a number"),
         (lambda manifest: manifest | {"sources": {"a": {"weight": 1}}}, "sources.a has no 'train'"),
-        (lambda manifest: manifest | {"vocab_size": True}, "manifest.vocab_size is 'True'; expected int"),
+        (lambda manifest: manifest | {"vocab_size": True}, "manifest.vocab_size is 'True'; expected an integer"),
         (lambda manifest: manifest | {"dtype": "float32"}, "dtype 'float32'; expected uint16 or uint32"),
     ],
 )

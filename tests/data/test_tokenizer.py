@@ -217,6 +217,7 @@ def test_names_of_an_earlier_model_of_the_family(tokenizer: Tokenizer, tmp_path:
         (lambda lines: lines[1:], "do not have the ranks 0 to 442"),
         (lambda lines: [*lines, lines[-1]], None),
         (lambda lines: [*lines[:-1], b"AAAA 5"], "do not have the ranks"),
+        (lambda lines: [*lines, b"AAAA " + b"9" * 5000], "line 445 is b'AAAA 9999"),
         (lambda lines: [b"AAAA 0", *lines[1:]], "byte 33 is not a token"),
         (lambda lines: [], "byte 0 is not a token"),
     ],
@@ -230,6 +231,41 @@ def test_malformed_files(tokenizer: Tokenizer, tmp_path: Path, change, message: 
     with pytest.raises(ValueError, match=message) as error:
         Tokenizer.load(path)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not JSON"),
+        (b'{"a": "\xff"}', "not JSON"),
+        (b"[" * 200_000, "not JSON"),
+        (b"[]", r"\[\]; expected a mapping"),
+        (b'{"added_tokens_decoder": []}', r"added_tokens_decoder is '\[\]'; expected a mapping"),
+        (b'{"added_tokens_decoder": "x"}', "added_tokens_decoder is 'x'"),
+        (b'{"added_tokens_decoder": {"x": {"content": "a"}}}', "special id 'x'; expected a number"),
+        (b'{"added_tokens_decoder": {"-1": {"content": "a"}}}', "special id '-1'"),
+        ('{"added_tokens_decoder": {"²": {"content": "a"}}}'.encode(), "special id '²'"),
+        (b'{"added_tokens_decoder": {"445": []}}', r"special id 445 is '\[\]'; expected a mapping with its content"),
+        (b'{"added_tokens_decoder": {"445": {"content": 5}}}', "special id 445"),
+        (b'{"added_tokens_decoder": {"445": {"content": ""}}}', "special id 445"),
+        (b'{"added_tokens_decoder": {"445": {"content": "\\ud800"}}}', "special id 445"),
+        (b'{"added_tokens_decoder": {"445": {"content": "a"}, "446": {"content": "a"}}}', "share the name 'a'"),
+    ],
+)
+def test_malformed_names(tokenizer: Tokenizer, tmp_path: Path, content: bytes, message: str) -> None:
+    tokenizer.save(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        Tokenizer.load(tmp_path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"added_tokens_decoder": null}', '{"added_tokens_decoder": {}}'])
+def test_without_names_those_of_the_release_hold(tokenizer: Tokenizer, tmp_path: Path, content: str) -> None:
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    assert Tokenizer.load(tmp_path).special == tokenizer.special
 
 
 def test_missing_file(tmp_path: Path) -> None:
@@ -251,6 +287,8 @@ def test_training_is_repeatable_and_exact_in_size(prose: str) -> None:
 def test_sizes_that_cannot_be_reached(prose: str) -> None:
     with pytest.raises(ValueError, match="vocab_size: 511 is below 512"):
         train_tokenizer([prose], 511)
+    with pytest.raises(ValueError, match="vocab_size: 16777217 is above 16777216"):
+        train_tokenizer([prose], (1 << 24) + 1)
     with pytest.raises(ValueError, match=r"vocab_size: 9000 is more .* they give \d+ at most"):
         train_tokenizer([prose], 9000)
 
