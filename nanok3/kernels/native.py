@@ -4,7 +4,8 @@ A kernel is `cpu/<name>.cpp` with a plain C interface and no torch headers, so i
 shared library is named by a hash of what decides its contents: the sources, the compiler and its version, the
 flags and the processor's features (`-march=native` on another machine is another program). Two processes that
 start at once take a file lock; the winner writes a temporary file and renames it, so a reader never sees half
-a library. Without a compiler, or if the build fails, one line in the log says why and `available` is False:
+a library. Beside it lies its SHA-256, compared before every loading: a damaged library would end the process, so
+it is built anew. Without a compiler, or if the build fails, one line in the log says why and `available` is False:
 callers then use their torch form.
 """
 
@@ -47,7 +48,7 @@ def load(name: str) -> ctypes.CDLL | None:
     """The library of `cpu/<name>.cpp`, or None (said once in the log) where it cannot be built."""
     try:
         return ctypes.CDLL(str(build(name)))
-    except (OSError, BuildError) as error:
+    except (OSError, subprocess.SubprocessError, BuildError) as error:
         log.warning("native %s kernel unavailable, using the slower torch form: %s", name, error)
         return None
 
@@ -66,16 +67,36 @@ def build(name: str) -> Path:
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     target = folder / f"{name}-{fingerprint(name, compiler)}.so"
-    if not target.exists():
+    if not _intact(target):
         with _locked(folder / f"{name}.lock"):
-            if not target.exists():
+            if not _intact(target):
                 _compile(compiler, SOURCES / f"{name}.cpp", target)
     return target
 
 
+def _intact(library: Path) -> bool:
+    """Whether a library is there and still what the compiler wrote."""
+    try:
+        return _checksum_file(library).read_text("ascii") == _sha256(library)
+    except (OSError, ValueError):
+        return False
+
+
+def _checksum_file(library: Path) -> Path:
+    return library.with_name(library.name + ".sha256")
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/nanok3/kernels`, by default under `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanok3" / "kernels"
+    """`$XDG_CACHE_HOME/nanok3/kernels`, by default under `~/.cache`. BuildError for a user without a home."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(named or Path.home() / ".cache") / "nanok3" / "kernels"
+    except RuntimeError as error:
+        raise BuildError(f"no folder to keep it in: {error}; XDG_CACHE_HOME can name one") from None
 
 
 def fingerprint(name: str, compiler: str) -> str:
@@ -109,9 +130,22 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
             raise BuildError(f"{compiler} failed on {source.name}: {failure}")
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
+        # The old checksum goes first and the new one comes last: in between, the library counts as damaged.
+        _checksum_file(target).unlink(missing_ok=True)
+        checksum = _sha256(Path(temporary))
         os.replace(temporary, target)
+        _replace_file(_checksum_file(target), checksum)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _replace_file(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
+    with open(handle, "w", encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def _accepted_flags(compiler: str, output: str) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ def test_builds_once_and_is_reused(tmp_path: Path) -> None:
     native.load.cache_clear()
     assert native.available("probe")
     assert built() == [first] and first.stat().st_mtime_ns == written
-    assert {p.suffix for p in native.cache_folder().iterdir()} == {".so", ".lock"}  # no temporary left
+    assert {p.suffix for p in native.cache_folder().iterdir()} == {".so", ".sha256", ".lock"}  # no temporary left
 
 
 @needs_compiler
@@ -99,6 +99,82 @@ def test_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     with caplog.at_level(logging.WARNING, logger="nanok3"):
         assert not native.available("probe")
     assert len(caplog.records) == 1
+
+
+DAMAGE = {
+    "garbage": lambda library: library.write_bytes(b"no library" * 2000),
+    "empty": lambda library: library.write_bytes(b""),
+    "cut short": lambda library: library.write_bytes(library.read_bytes()[:9000]),
+    "one bit": lambda library: library.write_bytes(library.read_bytes()[:-1] + b"?"),
+    "no checksum": lambda library: native._checksum_file(library).unlink(),
+    "a checksum that is no text": lambda library: native._checksum_file(library).write_bytes(b"\xff" * 64),
+}
+USE = """
+import sys
+from pathlib import Path
+from nanok3.kernels import native
+native.SOURCES = Path(sys.argv[1])
+library = native.load("probe")
+print(None if library is None else library.answer())
+"""
+
+
+def in_its_own_process(**env: str) -> tuple[str, str]:
+    """What a fresh process gets from `probe`, and what it logs; a damaged library could end the process."""
+    command = [sys.executable, "-c", USE, str(native.SOURCES)]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip(), result.stderr
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_library_is_built_anew(damage: str) -> None:
+    library = native.build("probe")
+    whole = native._sha256(library)
+    DAMAGE[damage](library)
+    assert in_its_own_process() == ("42", "")
+    assert built() == [library] and native._sha256(library) == whole
+    written = library.stat().st_mtime_ns
+    assert native.build("probe") == library and library.stat().st_mtime_ns == written, "once, not every time"
+
+
+@needs_compiler
+def test_a_library_of_another_kernel_is_built_anew() -> None:
+    """It would load, and then lack the function."""
+    library = native.build("probe")
+    (native.SOURCES / "other.cpp").write_text('extern "C" int question() { return 0; }\n')
+    shutil.copyfile(native.build("other"), library)
+    assert in_its_own_process() == ("42", "")
+
+
+@needs_compiler
+def test_a_damaged_library_that_cannot_be_built_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise native.BuildError("the compiler is broken")
+
+    native.build("probe").write_bytes(b"garbage")
+    monkeypatch.setattr(native, "_compile", broken)
+    with caplog.at_level(logging.WARNING, logger="nanok3"):
+        assert not native.available("probe")
+        assert not native.available("probe")
+    (record,) = caplog.records
+    assert "the compiler is broken" in record.getMessage()
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    with caplog.at_level(logging.WARNING, logger="nanok3"):
+        assert not native.available("probe")
+    (record,) = caplog.records
+    assert "Could not determine home directory" in record.getMessage() and "XDG_CACHE_HOME" in record.getMessage()
 
 
 FIRST_USE = """
