@@ -568,7 +568,7 @@ RULES = [
     ("kda_layers", (1, 3), "layers [2] (counted from 1) are in neither kda_layers nor full_attn_layers"),
     ("full_attn_layers", (0, 4, 5), "it must list each layer once, counted from 1"),
     ("full_attn_layers", (4, 5, 5), "it must list each layer once, counted from 1"),
-    ("num_hidden_layers", 10**6, "layers [6, 7, 8, 9, 10, 11, 12, 13, ...] (counted from 1) are in neither"),
+    ("num_hidden_layers", 10**5, "layers [6, 7, 8, 9, 10, 11, 12, 13, ...] (counted from 1) are in neither"),
     # attention
     ("num_key_value_heads", 2, "MLA needs as many as num_attention_heads = 4"),
     ("mla_use_nope", False, "only true is supported"),
