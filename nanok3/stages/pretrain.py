@@ -220,6 +220,7 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
     if settings.steps is None and settings.minutes is None:
         raise ValueError("give the length of the run: --train.steps N or --train.minutes M")
     data = Prepared(args.data)
+    data.verify()
     checkpoint, passed_over = latest(args.out)
     for problem in passed_over:
         print(f"passed over: {problem}")

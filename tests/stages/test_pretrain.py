@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,6 +143,14 @@ def test_damaged_checkpoints_are_not_started_over(data: Path, tmp_path: Path, ca
         file.write_bytes(file.read_bytes() + b"x")
     assert run(data, out, "--resume", "--train.steps", "4", "--no-evaluate") == 2
     assert "no checkpoint of" in capsys.readouterr().err
+
+
+def test_damaged_data_is_named(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    shard = next((tmp_path / "data" / "train").glob("*.bin"))
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    assert run(tmp_path / "data", tmp_path / "run", "--train.steps", "2") == 2
+    assert shard.name in capsys.readouterr().err
 
 
 def test_one_process_a_run(tmp_path: Path) -> None:
