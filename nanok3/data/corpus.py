@@ -13,6 +13,8 @@ What is broken never passes silently:
 |---|---|---|
 | not UTF-8, a zero byte (binary), an unreadable or truncated parquet, another suffix | refused | reported, skipped |
 | nothing in it: an empty file, no line or row that can be used | refused | reported, skipped |
+| a pipe, a device, a broken link, a folder that cannot be read | refused | reported, skipped |
+| a link to a folder | read | reported, skipped |
 | a jsonl line that is no JSON record with text, not UTF-8, or longer than a limit | reported, skipped | the same |
 | an empty document (nothing but blanks) | reported, skipped | the same |
 
@@ -104,8 +106,12 @@ def _record_text(line: bytes) -> str | _Unusable:
             text = next((record[key] for key in _FIELDS if key in record), None)
     except UnicodeDecodeError:
         return _Unusable("not UTF-8")
-    except (json.JSONDecodeError, RecursionError):
+    except json.JSONDecodeError:
         return _Unusable("not JSON")
+    except RecursionError:
+        return _Unusable("nested too deeply")
+    except ValueError:  # Python's limit for reading an integer
+        return _Unusable("a number of too many digits")
     except (TypeError, KeyError, AttributeError):
         return _Unusable("no record with text, content or messages")
     if not isinstance(text, str):
@@ -192,18 +198,32 @@ def _read_file(path: Path, name: str, source: str, report: Report, max_line_byte
         report(each)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Files below `folder`, sorted by path, without those that a name starting with a dot hides."""
-    for parent, folders, files in os.walk(folder):
+def _files(folder: Path, report: Report) -> Iterator[Path]:
+    """Files below `folder`, sorted by path, without those that a name starting with a dot hides. What can be no file
+    is reported and never opened: reading a pipe would wait for ever."""
+
+    def skip(path: str | Path, reason: str) -> None:
+        report(Skipped(Path(path).relative_to(folder).as_posix(), reason))
+
+    def unreadable(error: OSError) -> None:
+        skip(error.filename, f"unreadable folder ({error.strerror})")
+
+    for parent, folders, files in os.walk(folder, onerror=unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = (Path(parent) / name for name in sorted(files) if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
+        for path in (Path(parent) / name for name in folders):
+            if path.is_symlink():
+                skip(path, "a link to a folder, not followed")
+        for path in (Path(parent) / name for name in sorted(files) if not name.startswith(".")):
+            if os.path.isfile(path):
+                yield path
+            else:
+                skip(path, "no regular file" if os.path.exists(path) else "a broken link")
 
 
 def _read_folder(folder: Path, source: str, report: Report, max_line_bytes: int) -> Iterator[Document]:
     """The documents of every file below `folder`; files that are refused are reported instead."""
     usable = 0
-    for path in _files(folder):
+    for path in _files(folder, report):
         name = path.relative_to(folder).as_posix()
         try:
             for document in _read_file(path, name, source, report, max_line_bytes):
@@ -229,6 +249,6 @@ def documents(
     if path.is_dir():
         return _read_folder(path, source, report, max_line_bytes)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file or folder")
+        raise ValueError(f"{path}: {'neither file nor folder' if path.exists() else 'no such file or folder'}")
     _reader(path)
     return _read_file(path, path.name, source, report, max_line_bytes)

@@ -176,8 +176,46 @@ def test_folders_are_read_in_order_without_hidden_names(tmp_path: Path) -> None:
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path)
     found, skipped = read(tmp_path)
-    assert [document.name for document in found] == ["B.txt", "b.txt", "a/z.md", "a/c/d.py"] and not skipped
+    assert [document.name for document in found] == ["B.txt", "b.txt", "a/z.md", "a/c/d.py"]
+    assert skipped == [
+        Skipped("loop", "a link to a folder, not followed"),
+        Skipped("dangling.txt", "a broken link"),
+    ]
     assert {document.source for document in found} == {tmp_path.name}
+
+
+def test_what_can_be_no_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.txt", "good")
+    write(tmp_path / "sub" / "closed" / "b.txt", "unreachable")
+    os.mkfifo(tmp_path / "sub" / "pipe.txt")
+    (tmp_path / "device.txt").symlink_to(os.devnull)
+    scan = os.scandir
+
+    def refusing(path: str | Path):  # permissions do not hold for every user that runs tests
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    found, skipped = read(tmp_path)
+    assert [document.name for document in found] == ["a.txt"]
+    assert skipped == [
+        Skipped("device.txt", "no regular file"),
+        Skipped("sub/pipe.txt", "no regular file"),
+        Skipped("sub/closed", "unreadable folder (Permission denied)"),
+    ]
+    with pytest.raises(ValueError, match=r"pipe\.txt: neither file nor folder"):
+        documents(tmp_path / "sub" / "pipe.txt")
+
+
+def test_lines_that_json_cannot_hold(tmp_path: Path) -> None:
+    lines = ['{"text": "good"}', '{"text": "x", "n": ' + "1" * 5000 + "}", '{"text": ' + "[" * 200_000, "[" * 200_000]
+    found, skipped = read(write(tmp_path / "a.jsonl", "\n".join(lines)))
+    assert [document.text for document in found] == ["good"]
+    assert skipped == [
+        Skipped("a.jsonl", "a number of too many digits at line 2", 1),
+        Skipped("a.jsonl", "nested too deeply, 2 times, first at line 3", 2),
+    ]
 
 
 def test_missing_paths_and_empty_folders(tmp_path: Path) -> None:
