@@ -14,6 +14,7 @@ rank, and a run saved by 8 workers goes on with 3.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -94,7 +95,7 @@ class MixtureLoader:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        _check(sources, weights, batch_size, seq_len, rank, world)
+        _check(sources, weights, batch_size, seq_len, seed, rank, world)
         self.batch_size, self.seq_len, self.seed, self.rank, self.world = batch_size, seq_len, seed, rank, world
         self.weights = [weight / sum(weights) for weight in weights]
         self.streams = [_Stream(source, seed, seq_len) for source in sources]
@@ -152,18 +153,28 @@ class MixtureLoader:
 
 
 def _check(
-    sources: Sequence[TokenSource], weights: Sequence[int | float], batch_size: int, seq_len: int, rank: int, world: int
+    sources: Sequence[TokenSource],
+    weights: Sequence[int | float],
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    rank: int,
+    world: int,
 ) -> None:
     """Refuse what cannot give batches."""
     if not sources or len(sources) != len(weights):
         raise ValueError(f"weights: {len(weights)} for {len(sources)} sources; expected one for each of at least one")
     for source, weight in zip(sources, weights, strict=True):
-        if weight <= 0:
+        if not 0 < weight < math.inf:
             raise ValueError(f"weights: {weight} for source {source.name}; expected a positive number")
         if not (source.lengths > 1).any():
             raise ValueError(f"source {source.name}: no {source.split} document with anything to predict")
+    if sum(weights) == math.inf:
+        raise ValueError(f"weights: {list(weights)}; their sum is beyond the numbers of the machine")
     for name, value in {"batch_size": batch_size, "seq_len": seq_len}.items():
         if value < 1:
             raise ValueError(f"{name}: {value}; expected at least 1")
+    if seed < 0:
+        raise ValueError(f"seed: {seed}; expected 0 or more")
     if not 0 <= rank < world:
         raise ValueError(f"rank: {rank}; expected 0 to world - 1 = {world - 1}")

@@ -15,6 +15,9 @@ paragraph ends. Memory holds digests, not texts.
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,19 +57,27 @@ PROFILES: dict[str, tuple[Source, ...]] = {
 """Mixtures: `tiny` for the demo (18 MB of text, 16 MB to download), `full` for all that is built in (39 MB, 102 MB)."""
 
 
+def _known(name: str) -> bool:
+    return name in BUILT_IN or (name != "" and os.path.exists(name))
+
+
+def _weight(text: str) -> float:
+    """The number that `text` writes, nan if it is none."""
+    return float(text) if re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", text, re.ASCII) else math.nan
+
+
 def parse_source(text: str) -> Source:
     """`name`, `name:weight`, `path` or `path:weight`. A built-in name wins over a file of that name. Raises
-    ValueError for a path that does not exist or a weight that is not positive."""
+    ValueError for a path that does not exist or a weight that is not a positive, finite number."""
     name, colon, weight = text.rpartition(":")
-    if not colon or not weight.replace(".", "", 1).isdigit():
-        name, weight = text, "1"
-    if float(weight) <= 0:
+    value = _weight(weight)
+    if not colon or (math.isnan(value) and (_known(text) or not _known(name))):
+        name, weight, value = text, "1", 1.0
+    if not 0 < value < math.inf:
         raise ValueError(f"source {text!r}: weight {weight}; expected a positive number")
-    if name in BUILT_IN:
-        return Source(name, float(weight))
-    if not Path(name).exists():
+    if not _known(name):
         raise ValueError(f"source {text!r}: neither one of {', '.join(BUILT_IN)} nor a file or folder")
-    return Source(Path(name).resolve().stem, float(weight), Path(name))
+    return Source(name, value) if name in BUILT_IN else Source(Path(name).resolve().stem, value, Path(name))
 
 
 def mixture(profile: str, sources: Sequence[str] = ()) -> tuple[Source, ...]:
@@ -187,12 +198,15 @@ def plan(
     report: Report = log_skipped,
 ) -> list[Plan]:
     """Read all sources once and decide the fate of every document. `cache` holds the packages (None: the user's
-    cache folder), `report` hears of what is skipped. Raises ValueError for a source that cannot be read or a
-    validation share outside 0 to 0.5."""
+    cache folder), `report` hears of what is skipped. Raises ValueError for a source that cannot be read, a weight
+    that is not positive and finite, or a validation share outside 0 to 0.5."""
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: {seed}; expected 0 to 2**64 - 1")
     if not 0 <= validation <= 0.5:
         raise ValueError(f"validation: {validation}; expected a share from 0 to 0.5")
+    for source in sources:
+        if not 0 < source.weight < math.inf:
+            raise ValueError(f"source {source.name}: weight {source.weight}; expected a positive number")
     seen: set[bytes] = set()
     return [_plan_source(source, validation, seed, seen, cache, report) for source in sources]
 

@@ -131,6 +131,20 @@ def test_sources_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         parse_source("prose:0")
     with pytest.raises(ValueError, match="source 'prose:-1'"):
         parse_source("prose:-1")
+    for weight in ("nan", "inf", "-inf", "²", "1_0", "", "x", "9" * 400):
+        for name in ("prose", "my notes.txt", "."):
+            with pytest.raises(ValueError) as error:
+                parse_source(f"{name}:{weight}")
+            assert str(error.value) == f"source '{name}:{weight}': weight {weight}; expected a positive number"
+    for text in ("", ":2", ":"):
+        with pytest.raises(ValueError, match=f"source '{text}': neither"):
+            parse_source(text)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_weights(weight: float) -> None:
+    with pytest.raises(ValueError, match=f"source math: weight {weight}; expected a positive number"):
+        plan([Source("prose"), Source("math", weight)])
 
 
 def test_mixture() -> None:

@@ -220,5 +220,12 @@ def test_wrong_arguments(sources: list[TokenSource], tokenizer: Tokenizer, tmp_p
             MixtureLoader(sources[:1], [1.0] * weights, batch_size, seq_len, 0, rank, world)
     with pytest.raises(ValueError, match=r"weights: -1\.0 for source a"):
         MixtureLoader(sources, [-1.0, 2.0], 4, T)
+    for weight in (0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"weights: {weight} for source b; expected a positive number"):
+            MixtureLoader(sources, [1.0, weight], 4, T)
+    with pytest.raises(ValueError, match=r"weights: \[1e\+308, 1e\+308\]; their sum"):
+        MixtureLoader(sources, [1e308, 1e308], 4, T)
+    with pytest.raises(ValueError, match="seed: -1; expected 0 or more"):
+        MixtureLoader(sources, [1.0, 2.0], 4, T, -1)
     with pytest.raises(ValueError, match="weights: 0 for 0 sources"):
         MixtureLoader([], [], 4, T)
