@@ -85,6 +85,15 @@ def _cells(line: dict[str, int]) -> list[str]:
     return [*(cells[name] for name in front), ratio, *(cells[name] for name in back)]
 
 
+def check_out(out: Path) -> None:
+    """ValueError unless `out` names a folder. An empty argument arrives as the current folder, whose files would then
+    lie among those that are written."""
+    if out == Path():
+        raise ValueError("out: empty, or the current folder; expected the name of a folder")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: {out} is a file; expected the name of a folder")
+
+
 def main(args: DataArgs) -> None:
     """Run the command. Raises ValueError for wrong arguments or unreadable input."""
     import time
@@ -95,6 +104,7 @@ def main(args: DataArgs) -> None:
     from nanok3.data.prepared import prepare
     from nanok3.data.tokenizer import Tokenizer
 
+    check_out(args.out)
     console, start = Console(), time.perf_counter()
     sources = mixture(args.profile, args.sources)
     tokenizer = Tokenizer.load(args.tokenizer)

@@ -47,9 +47,11 @@ def train(args: TokenizerArgs) -> None:
     from rich.table import Table
 
     from nanok3.data.plan import kept_documents, mixture, plan, training_texts
-    from nanok3.data.tokenizer import train_tokenizer
-    from nanok3.stages.data import Reports
+    from nanok3.data.tokenizer import check_vocab_size, train_tokenizer
+    from nanok3.stages.data import Reports, check_out
 
+    check_out(args.out)
+    check_vocab_size(args.vocab_size)
     console, start = Console(), time.perf_counter()
     with console.status("reading") as status:
         plans = plan(mixture(args.profile, args.sources), args.validation, args.seed, args.cache, Reports(console))

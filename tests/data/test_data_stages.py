@@ -76,6 +76,34 @@ def test_mistakes_are_named(corpora: Path) -> None:
         run(tokenizer, tokenizer.TokenizerArgs, "--out", corpora / "tok", "--sources", "poetry")
 
 
+@pytest.mark.parametrize(("module", "arguments"), [(data, data.DataArgs), (tokenizer, tokenizer.TokenizerArgs)])
+def test_out_must_name_a_folder(corpora: Path, module, arguments: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tokenizer, tokenizer.TokenizerArgs, "--out", corpora / "tok", "--vocab-size", "600", "--sources", "prose")
+    (corpora / "empty").mkdir()
+    monkeypatch.chdir(corpora / "empty")
+    inputs = ["--sources", "prose", *(["--tokenizer", corpora / "tok"] if module is data else [])]
+    with pytest.raises(ValueError, match="out: empty, or the current folder"):
+        run(module, arguments, "--out", "", *inputs)
+    assert not list(Path().iterdir())
+    with pytest.raises(ValueError, match=r"out: .*a\.md is a file"):
+        run(module, arguments, "--out", corpora / "own" / "a.md", *inputs)
+
+
+def test_prepared_data_are_not_prepared_again(corpora: Path) -> None:
+    run(tokenizer, tokenizer.TokenizerArgs, "--out", corpora / "tok", "--vocab-size", "600", "--sources", "prose")
+    flags = ["--tokenizer", corpora / "tok", "--sources", corpora / "own", "--out", corpora / "own"]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="overlaps the source"):
+            run(data, data.DataArgs, *flags)
+    assert sorted(path.name for path in (corpora / "own").iterdir()) == ["a.md", "b.bin"]
+
+
+def test_a_vocabulary_beyond_reach_is_refused_before_reading(corpora: Path) -> None:
+    with pytest.raises(ValueError, match=f"vocab_size: {2**24 + 1} is above {2**24}"):
+        run(tokenizer, tokenizer.TokenizerArgs, "--out", corpora / "tok", "--vocab-size", str(2**24 + 1))
+    assert not (corpora / "tok").exists()
+
+
 def test_help_needs_no_torch() -> None:
     code = "import sys; from nanok3.stages import data, tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
