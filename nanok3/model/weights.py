@@ -129,6 +129,8 @@ class _Entry:
 
 def read_header(file: Path) -> dict[str, _Entry]:
     """The tensors of one safetensors file. ValueError names a file that is truncated or no safetensors file."""
+    if not file.is_file():
+        raise ValueError(f"{file}: not a file; expected a safetensors file")
     size = file.stat().st_size
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -136,7 +138,7 @@ def read_header(file: Path) -> dict[str, _Entry]:
             raise ValueError(f"{file}: not a safetensors file, or truncated ({size} bytes)")
         try:
             header = json.loads(stream.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (ValueError, RecursionError):  # not JSON, not text, a number of thousands of digits, nested without end
             raise ValueError(f"{file}: not a safetensors file (its header is not JSON)") from None
     if not isinstance(header, dict):
         raise ValueError(f"{file}: not a safetensors file (its header is no object)")
@@ -151,7 +153,8 @@ def _entry(file: Path, name: str, fields: Any, data: int) -> _Entry:
     """One line of a header, whose byte counts are relative to `data`; ValueError where it makes no sense."""
     try:
         (begin, end), shape, dtype = fields["data_offsets"], tuple(fields["shape"]), fields["dtype"]
-        sensible = 0 <= begin <= end and all(isinstance(n, int) and n >= 0 for n in shape) and isinstance(dtype, str)
+        whole = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
+        sensible = whole and begin <= end and isinstance(dtype, str)
     except (KeyError, TypeError, ValueError):
         sensible = False
     if not sensible:
@@ -169,9 +172,16 @@ def checkpoint_entries(folder: Path) -> dict[str, _Entry]:
             raise ValueError(f"{folder}: no {SINGLE} and no {INDEX}; expected a checkpoint in the official layout")
         return read_header(folder / SINGLE)
     try:
+        if not index.is_file():
+            raise ValueError("not a file")
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items())
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{index}: not a safetensors index (no weight_map)") from None
+    for name, shard in weight_map.items():
+        if not _is_file_name(shard):
+            raise ValueError(
+                f"{index}: weight_map gives {shard!r} for {name!r}; it must be the name of a file beside it"
+            )
     entries: dict[str, _Entry] = {}
     absent = sorted({shard for shard in weight_map.values() if not (folder / shard).exists()})
     if absent:
@@ -183,6 +193,11 @@ def checkpoint_entries(folder: Path) -> dict[str, _Entry]:
             raise ValueError(f"{folder / shard}: tensors promised by {INDEX} are missing: {_listed(lost)}")
         entries.update(found)
     return entries
+
+
+def _is_file_name(name: Any) -> bool:
+    """Whether a name stays in its folder and can be looked up there."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0") and len(name) < 200
 
 
 class _Mapped:

@@ -598,6 +598,38 @@ def test_an_index_that_is_none(index, tmp_path):
         load(folder)
 
 
+@pytest.mark.parametrize(
+    "shard", [3, None, ["x"], {}, "", ".", "..", "../x/a", "/etc/hosts", "a/b", "a\0", "a" * 300], ids=repr
+)
+def test_an_index_may_name_files_of_its_folder_only(shard, tmp_path):
+    folder = folder_of(tiny(), tmp_path / "x", max_shard_bytes=200_000)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name = list(content["weight_map"])[3]
+    content["weight_map"][name] = shard
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    assert f"{index}: weight_map gives {shard!r} for {name!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_file_is_not_waited_for(name, kind, tmp_path):
+    folder = folder_of(tiny(), tmp_path / "x")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name) if kind == "pipe" else (folder / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name}: not a "):
+        load(folder)
+
+
+def test_an_index_nested_without_end_is_named(tmp_path):
+    folder = folder_of(tiny(), tmp_path / "x")
+    (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: not a safetensors index"):
+        load(folder)
+
+
 @pytest.mark.parametrize("keep", [0, 4, 8, 9, 1000, -1, -1000])
 def test_a_truncated_file_is_named(keep, tmp_path):
     folder = folder_of(tiny(), tmp_path / "x")
@@ -629,11 +661,16 @@ ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
         {"a": ENTRY | {"data_offsets": [24, 0]}},
         {"a": ENTRY | {"data_offsets": [-8, 16]}},
         {"a": ENTRY | {"data_offsets": ["0", "24"]}},
+        {"a": ENTRY | {"data_offsets": [0.0, 24.0]}},
+        {"a": ENTRY | {"data_offsets": [False, 24]}},
+        {"a": ENTRY | {"shape": [2.0, 3]}},
+        b"[" * 100_000,
+        b'{"a": ' + b"9" * 5000 + b"}",
         {"a": ENTRY | {"shape": [2, 4]}},
         {"a": ENTRY | {"shape": 6}},
         {"a": ENTRY | {"shape": [2, "3"]}},
     ],
-    ids=str,
+    ids=lambda header: str(header)[:60],
 )
 def test_a_wrong_header_is_named(header, tmp_path):
     path = with_header(tmp_path / "x.safetensors", header)
