@@ -76,7 +76,7 @@ def model_folder(path: Path) -> Path:
     """The folder with config.json that `path` means. ValueError if there is none."""
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder; expected a run or a model in the official layout")
-    steps = [p for p in path.glob("checkpoints/step-*") if _STEP.search(p.name)]
+    steps = [p for p in path.glob("checkpoints/step-*") if _STEP.match(p.name)]
     newest = sorted(steps, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
     candidates = [path, path / "model", *(step / "model" for step in newest)]
     for folder in candidates:
@@ -98,7 +98,7 @@ def stage_of(folder: Path) -> str | None:
         if (place / MARKER).is_file():
             try:
                 marker = json.loads((place / MARKER).read_text("utf-8"))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{place / MARKER}: not valid JSON ({error})") from None
             stage = marker.get("stage") if isinstance(marker, dict) else None
             return None if stage is None else str(stage)
@@ -109,8 +109,26 @@ def _tokenizer_folder(folder: Path) -> Path:
     """Where the tokenizer of a model lies: beside it, in its run, or beside the data that the run's config names."""
     root = run_root(folder)
     places = [folder, root, root / "model", root / "tokenizer"]
-    config = root / "config.yaml"
-    settings = yaml.safe_load(config.read_text("utf-8")).get("settings", {}) if config.is_file() else {}
-    if "data" in settings:
-        places.append(Path(settings["data"]) / "tokenizer")
+    data = _data_folder(root / "config.yaml")
+    if data is not None:
+        places.append(data / "tokenizer")
     return next((place for place in places if (place / MODEL_FILE).is_file()), folder)
+
+
+def _data_folder(config: Path) -> Path | None:
+    """The data that a run's config names, if it has a config and that names one. ValueError names a wrong file."""
+    if not config.is_file():
+        return None
+    try:
+        document = yaml.safe_load(config.read_text("utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{config}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"{config}: expected a mapping, found {type(document).__name__}")
+    settings = document.get("settings", {})
+    if not isinstance(settings, dict):
+        raise ValueError(f"{config}: field 'settings' is {settings!r}; it must be a mapping")
+    data = settings.get("data")
+    if data is not None and not isinstance(data, str):
+        raise ValueError(f"{config}: field 'settings.data' is {data!r}; it must be a folder's path")
+    return None if data is None else Path(data)

@@ -58,6 +58,36 @@ def test_the_marker_tells_the_stage(run: Path, tmp_path: Path) -> None:
     assert stage_of(folder) is None and not open_model(tmp_path).answers
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "expected a mapping, found NoneType"),
+        (b"- 1", "expected a mapping, found list"),
+        (b"settings: [", "not valid YAML"),
+        (b"\xff\xfe\xfd", "not valid YAML"),
+        (b"[" * 20_000, "not valid YAML"),
+        (b"settings:", "field 'settings' is None; it must be a mapping"),
+        (b"settings: [data]", "field 'settings' is ['data']; it must be a mapping"),
+        (b"settings: {data: 3}", "field 'settings.data' is 3; it must be a folder's path"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_wrong_config_of_a_run_is_named(run: Path, tmp_path: Path, content: bytes, words: str) -> None:
+    shutil.copytree(run / "model", tmp_path / "model")
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        open_model(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'config.yaml'}: {words}")
+    assert "\n" not in str(error.value)
+
+
+def test_folders_that_only_look_like_checkpoints_are_passed_over(run: Path, tmp_path: Path) -> None:
+    for name in ("step-000002", "step-old-step-3"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        shutil.copytree(run / "model", tmp_path / "checkpoints" / name / "model")
+    assert model_folder(tmp_path) == tmp_path / "checkpoints" / "step-000002" / "model"
+
+
 def test_dtypes(run: Path) -> None:
     assert open_model(run, "stored").model.lm_head.weight.dtype == torch.bfloat16
     assert open_model(run, "auto", "cpu").model.lm_head.weight.dtype == torch.float32
