@@ -210,6 +210,11 @@ def _files(folder: Path, report: Report) -> Iterator[Path]:
 
     for parent, folders, files in os.walk(folder, onerror=unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if {"train", "validation", "tokenizer"} <= set(folders) and "manifest.json" in files:
+            # Its validation texts would come back as training documents.
+            skip(parent, "a folder of prepared data, not a source of documents")
+            folders.clear()
+            continue
         for path in (Path(parent) / name for name in folders):
             if path.is_symlink():
                 skip(path, "a link to a folder, not followed")

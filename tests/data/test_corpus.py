@@ -244,3 +244,15 @@ def test_files_are_read_lazily(tmp_path: Path) -> None:
     assert next(stream).name == "a.jsonl:1"
     path.write_bytes(b"")
     assert len(list(stream)) < 100_000
+
+
+def test_prepared_data_is_no_source(tmp_path):
+    """The validation texts of an earlier run must not come back as documents to train on."""
+    (tmp_path / "notes.txt").write_text("a note")
+    for name in ("train", "validation", "tokenizer"):
+        (tmp_path / "old" / name).mkdir(parents=True)
+    (tmp_path / "old" / "manifest.json").write_text("{}")
+    (tmp_path / "old" / "validation" / "x.txt").write_text("held out")
+    skipped = []
+    assert [d.text for d in documents(tmp_path, report=skipped.append)] == ["a note"]
+    assert [(s.name, s.reason) for s in skipped] == [("old", "a folder of prepared data, not a source of documents")]
