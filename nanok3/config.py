@@ -236,7 +236,7 @@ class K3Config:
             document = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(f"{path}: no such file; expected an official config.json") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not valid JSON ({error})") from None
         if not isinstance(document, dict):
             raise ValueError(f"{path}: expected a JSON object, found {type(document).__name__}")

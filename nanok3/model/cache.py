@@ -29,6 +29,12 @@ class KDAState:
     conv: Float[Tensor, "B 3 W HK"]
     recurrent: Float[Tensor, "B H K V"]
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What must agree with the model: kind, shapes without the batch, dtypes."""
+        conv, recurrent = self.conv, self.recurrent
+        return "kda", tuple(conv.shape[1:]), tuple(recurrent.shape[1:]), conv.dtype, recurrent.dtype
+
     def clone(self) -> KDAState:
         return KDAState(self.conv.clone(), self.recurrent.clone())
 
@@ -56,6 +62,11 @@ class LatentCache:
     @property
     def latents(self) -> Float[Tensor, "B T L"]:
         return self._buffer[:, : self.tokens]
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What must agree with the model: kind, width, dtype."""
+        return "mla", self._buffer.shape[2], self._buffer.dtype
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +107,10 @@ class LatentCache:
         return copy
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class ModelState:
     """The state of a batch of sequences after `tokens` tokens each.
 
@@ -112,7 +127,7 @@ class ModelState:
         """Zero states for `batch_size` sequences; `dtype` is the model's compute dtype."""
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = _wide(dtype)
         heads, dim, taps = cfg.kda_num_heads, cfg.kda_head_dim, cfg.short_conv_kernel_size - 1
 
         def layer(kind: str) -> KDAState | LatentCache:
@@ -135,6 +150,19 @@ class ModelState:
     def clone(self) -> ModelState:
         """An independent copy: advancing one never changes the other."""
         return ModelState([layer.clone() for layer in self.layers], self.tokens)
+
+    def check(self, cfg: K3Config, dtype: torch.dtype) -> None:
+        """ValueError unless this state belongs to a model of `cfg` that computes in `dtype`."""
+        if len(self.layers) != cfg.num_hidden_layers:
+            raise ValueError(f"the state has {len(self.layers)} layers, the model {cfg.num_hidden_layers}")
+        wide, heads, dim = _wide(dtype), cfg.kda_num_heads, cfg.kda_head_dim
+        conv = (3, cfg.short_conv_kernel_size - 1, heads * dim)
+        fixed = ("kda", conv, (heads, dim, dim), wide, wide)
+        growing = ("mla", cfg.latent_cache_size, dtype)
+        for l, (layer, kind) in enumerate(zip(self.layers, cfg.kinds)):
+            wanted = growing if kind == "mla" else fixed
+            if layer.layout != wanted:
+                raise ValueError(f"layer {l} of the state holds {layer.layout}, the model needs {wanted}")
 
     @contextmanager
     def unless_it_fails(self) -> Iterator[None]:

@@ -287,14 +287,27 @@ class K3(nn.Module):
         return spliced
 
     def _check(self, input_ids: Tensor, cu_seqlens: Tensor | None, state: ModelState | None) -> None:
+        if input_ids.ndim != 2 or input_ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}; it must be int64 or int32 of shape "
+                f"(batch, tokens)"
+            )
         if input_ids.numel() == 0:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; there must be at least one token")
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, *input_ids.shape)
             if state is not None:
                 raise ValueError("cu_seqlens and state exclude each other: packed documents start from empty memory")
-        if state is not None and state.batch_size != input_ids.shape[0]:
-            raise ValueError(f"the state holds {state.batch_size} sequences, input_ids {input_ids.shape[0]}")
+        if state is not None:
+            state.check(self.cfg, self._dtype())
+            if state.batch_size != input_ids.shape[0]:
+                raise ValueError(f"the state holds {state.batch_size} sequences, input_ids {input_ids.shape[0]}")
+        # Elsewhere, looking at values would wait for the GPU, break a traced graph, or find none.
+        if type(input_ids) is Tensor and input_ids.is_cpu and not torch.compiler.is_compiling():
+            least, most = (int(bound) for bound in input_ids.aminmax())
+            if least < 0 or most >= self.cfg.vocab_size:
+                wrong = least if least < 0 else most
+                raise ValueError(f"input_ids holds {wrong}; ids must be from 0 to {self.cfg.vocab_size - 1}")
 
     def _dtype(self) -> torch.dtype:
         return self.compute_dtype or self.model.embed_tokens.weight.dtype

@@ -330,6 +330,35 @@ def test_pictures_need_eyes_and_grids(golden):
 def test_an_id_beyond_the_vocabulary_is_an_error_and_leaves_the_state_alone():
     model = build()
     state = model.new_state(1)
-    with pytest.raises(IndexError):
-        model(torch.tensor([[3, 256]]), state=state)
+    for wrong in (256, -1, 2**40):
+        with pytest.raises(ValueError, match=f"input_ids holds {wrong}; ids must be from 0 to 255"):
+            model(torch.tensor([[3, wrong]]), state=state)
     assert state.tokens == 0 and all(t.abs().sum() == 0 for _, t in state.tensors())
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([1, 2]), torch.tensor(1), torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)], ids=str
+)
+def test_ids_that_are_no_ids_are_named(ids, unchecked):
+    with pytest.raises(ValueError, match=r"input_ids is torch\..* of shape \(.*it must be int64 or int32"):
+        build()(ids)
+
+
+def test_int32_ids_read_the_same():
+    model, ids = build(), draw_ids(1, 5)
+    assert torch.equal(model(ids).logits, model(ids.int()).logits)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: K3(config().at_depth(9)), "the state has 9 layers, the model"),
+        (lambda: build(kda_head_dim=16), r"layer 0 of the state holds \('kda'"),
+        (lambda: build(short_conv_kernel_size=3), r"layer 0 of the state holds \('kda'"),
+        (lambda: build(kv_lora_rank=24), r"layer \d of the state holds \('mla', "),
+        (lambda: build(torch.float32), r"layer 0 of the state holds .*torch\.float32.*needs .*torch\.float64"),
+    ],
+)
+def test_a_state_of_another_model_is_refused(other, words):
+    with pytest.raises(ValueError, match=words):
+        build()(draw_ids(1, 3), state=other().new_state(1))
