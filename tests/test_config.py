@@ -347,6 +347,13 @@ def test_a_wrong_file_is_named(content, words, tmp_path):
     assert words in str(error.value) and str(tmp_path / "config.json") in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"], ids=["nested", "digits"])
+def test_a_file_no_reader_can_take_is_named(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
+        K3Config.from_json(tmp_path)
+
+
 def test_a_file_in_another_encoding_is_refused(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe{")
     with pytest.raises(ValueError, match="not valid JSON"):
