@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanok3.kernels import native
 from nanok3.kernels.rows import through_torch
@@ -179,9 +179,9 @@ def _library() -> Any:
 def _supported(inputs: tuple[Tensor, ...], state: Tensor | None) -> bool:
     """Types and devices the kernel takes, and whether it could be built here."""
     for x in inputs:
-        if x.dtype not in DTYPES or not x.is_cpu:
-            return False
-    if state is not None and (state.dtype != torch.float32 or not state.is_cpu):
+        if x.dtype not in DTYPES or not x.is_cpu or type(x) not in (Tensor, nn.Parameter):
+            return False  # what only looks like a tensor (fake, wrapped) has no memory to be read
+    if state is not None and (type(state) is not Tensor or state.dtype != torch.float32 or not state.is_cpu):
         return False
     return _built()
 

@@ -458,3 +458,13 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     result = subprocess.run([program], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_what_only_looks_like_a_tensor_is_left_to_torch() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        x, state = torch.rand(1, 3, 1, 8), torch.rand(1, 1, 8, 8)
+        assert kda_cpu.kda(x, x, x, -x, x[..., 0]) is NotImplemented
+    real = torch.rand(1, 3, 1, 8)
+    assert kda_cpu.kda(real, real, real, -real, real[..., 0], state) is NotImplemented
