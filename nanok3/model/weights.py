@@ -18,7 +18,6 @@ import math
 import mmap
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -479,10 +478,3 @@ def _publish(source: Path, destination: Path) -> None:
         os.fsync(stream.fileno())
     os.chmod(source, 0o644)  # temporary files are private, checkpoints are not
     os.replace(source, destination)
-
-
-def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Carry the tokenizer's files along with a checkpoint."""
-    for name in ("tiktoken.model", "tokenizer_config.json"):
-        if (source / name).exists():
-            shutil.copyfile(source / name, destination / name)

@@ -19,7 +19,7 @@ from nanok3.config import K3Config, with_expert_format
 from nanok3.model import weights as weights_module
 from nanok3.model.decoder import K3
 from nanok3.model.latent_moe import Experts, PackedExperts
-from nanok3.model.weights import copy_tokenizer, disk_tensors, load, read_header, save
+from nanok3.model.weights import disk_tensors, load, read_header, save
 
 FOLDERS = ["a_k3_13l", "b_k3_7l", "c1_k3_1l_kda", "c2_k3_1l_mla", "d_kimi_linear_6l", "e_k3_5l_realheads"]
 FOLDERS += ["f_k3_4l_small"]
@@ -484,14 +484,6 @@ def test_experts_that_do_not_fit_blocks_are_refused_before_anything_is_written(t
     with pytest.raises(ValueError, match="'moe_intermediate_size' is 48; with MXFP4 experts"):
         save(tiny(moe_intermediate_size=48), tmp_path, experts="mxfp4")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-
-
-def test_the_tokenizer_is_carried_along(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    (tmp_path / "a" / "tiktoken.model").write_text("ranks")
-    copy_tokenizer(tmp_path / "a", tmp_path / "b")
-    assert [p.name for p in (tmp_path / "b").iterdir()] == ["tiktoken.model"]
 
 
 # ------------------------------------------------------------------ what does not fit is refused
