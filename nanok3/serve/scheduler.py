@@ -1,0 +1,289 @@
+"""Who reads how many tokens in the next step, and with which pages.
+
+A step reads at most `budget` tokens. Sequences that decode come first, one token each: their readers are waiting.
+What is left goes to prompts in chunks: half of it to the one that came first, so that a long prompt gets through, the
+rest to those with least left, so that a short one does not wait for long ones; what a half leaves over is the other's.
+A quarter of the places is kept for prompts that fit into one step.
+
+    admission    look the prompt up in the prefix cache; hold what was found; take pages for the rest of the prompt and
+                 for the state; copy the snapshot into the state, and the last page if the hit ends inside it
+    step         each sequence reads up to a boundary where its state is to be kept, or to its chunk's end
+    commit       register the spans that were completed; keep the state at boundaries worth it
+    no pages     the last in rank gives all of its pages back and waits; it will find most of them in the cache
+
+A chunk ends at a boundary where the state is wanted: the last one of the prompt (the turn's end, where the next request
+goes on), the point where an earlier request with the same beginning parted from this one, and a sparse grid. Ours: the
+grid's width, the halves and the quarter.
+
+Numbers only; the bytes are moved by a `Memory`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from nanok3.serve.page_pool import Kind, OutOfPages, PageLayout
+from nanok3.serve.prefix_cache import Match, Node, PrefixCache
+from nanok3.serve.sequence import Sequence, Status
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """The bytes behind the page numbers."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Make a page's bytes those of another, at once."""
+
+    def clear(self, page: int) -> None:
+        """Make a page the state of a sequence that has read nothing."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens [start, start + count) of a sequence. `last`: nothing remains after it, so its logits are wanted."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def last(self) -> bool:
+        return self.start + self.count == len(self.sequence.ids)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server allows."""
+
+    budget: int = 512
+    """Tokens a step."""
+    max_sequences: int = 64
+    grid: int = 8
+    """Spans between two snapshots of the sparse grid."""
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "max_sequences", "grid"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+class Scheduler:
+    """Waiting and running sequences over one prefix cache."""
+
+    def __init__(
+        self, cache: PrefixCache, layout: PageLayout, memory: Memory, limits: Limits | None = None, caching: bool = True
+    ) -> None:
+        """caching: whether prompts are looked up and what was read is registered."""
+        self.cache, self.layout, self.memory, self.caching = cache, layout, memory, caching
+        self.limits = limits or Limits()
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest sequence that fits when it has the pool to itself."""
+        pages = self.cache.pool.pages - len(self.layout.groups) - 1
+        return max(0, pages) * self.layout.page_tokens
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. ValueError if the pool could never hold it."""
+        if len(sequence.ids) >= self.most_tokens:
+            raise ValueError(f"{len(sequence.ids)} tokens do not fit; the pool holds {self.most_tokens} with an answer")
+        self.waiting.append(sequence)
+
+    # ---------------------------------------------------------------- a step
+
+    def plan(self) -> list[Work]:
+        """What to read now; pages are taken. Call `commit` for each piece once it was read."""
+        self._admit()
+        work = [piece for sequence in self._in_order() if sequence.decoding and (piece := self._give(sequence, 1))]
+        left = self.limits.budget - len(work)
+        reading = [sequence for sequence in self._in_order() if not sequence.decoding]
+        if reading and left > 0:
+            work += self._chunks(reading, left)
+        return [piece for piece in work if piece.sequence.status is Status.RUNNING]
+
+    def _in_order(self) -> list[Sequence]:
+        return sorted(self.running, key=lambda sequence: sequence.rank)
+
+    def _chunks(self, reading: list[Sequence], budget: int) -> list[Work]:
+        first, *others = reading
+        share = min(first.remaining, budget if not others else -(-budget // 2))
+        counts, left = {id(first): share}, budget - share
+        for sequence in sorted(others, key=lambda sequence: (sequence.priority, sequence.remaining, sequence.arrival)):
+            count = min(sequence.remaining, left)
+            counts[id(sequence)], left = count, left - count
+        counts[id(first)] += min(first.remaining - share, left)
+        pieces = [self._give(sequence, counts[id(sequence)]) for sequence in reading if counts[id(sequence)]]
+        return [piece for piece in pieces if piece is not None]
+
+    def _give(self, sequence: Sequence, count: int) -> Work | None:
+        """A piece of work and the pages it writes, or None when the sequence had to give way."""
+        if sequence.status is not Status.RUNNING:
+            return None
+        end = min(sequence.computed + count, self._next_stop(sequence))
+        while (missing := self.layout.latent_pages(end) - len(sequence.pages)) > 0:
+            try:
+                sequence.pages += self.cache.allocate(Kind.LATENT, missing)
+            except OutOfPages:
+                loser = max(self.running, key=lambda other: other.rank)
+                self.preempt(loser)
+                if loser is sequence:
+                    return None
+        return Work(sequence, sequence.computed, end - sequence.computed)
+
+    def _next_stop(self, sequence: Sequence) -> int:
+        """The next boundary at which the state is wanted, or the end of what there is."""
+        span, end = self.cache.span, len(sequence.ids)
+        if not self.caching or not self.layout.groups:
+            return end
+        depth = sequence.computed // span + 1
+        while depth * span < end and not self._wanted(sequence, depth):
+            depth += 1
+        return min(depth * span, end)
+
+    def _wanted(self, sequence: Sequence, depth: int) -> bool:
+        """Whether to keep the state after `depth` spans."""
+        span = self.cache.span
+        parted = sequence.match is not None and sequence.match.latent_tokens == depth * span
+        turn_end = depth == max(0, sequence.prompt_tokens - 1) // span
+        spoken = depth * span >= sequence.prompt_tokens
+        return depth % self.limits.grid == 0 or parted or turn_end or spoken
+
+    def commit(self, work: Work) -> None:
+        """The piece was read: pages and state hold it."""
+        sequence = work.sequence
+        assert sequence.status is Status.RUNNING and sequence.computed == work.start
+        sequence.computed += work.count
+        if self.caching:
+            self._register(sequence)
+
+    def _register(self, sequence: Sequence) -> None:
+        span = self.cache.span
+        assert sequence.node is not None
+        for depth in range(sequence.node.depth + 1, sequence.computed // span + 1):
+            if sequence.node.removed:
+                return  # the cache was cleared since
+            pages = self.cache.span_pages(depth, sequence.pages)
+            self._move_to(sequence, self.cache.insert(sequence.node, sequence.keys.keys[depth - 1], pages))
+        at_boundary = sequence.computed == sequence.node.depth * span and not sequence.node.removed
+        if at_boundary and sequence.node.depth and self.layout.groups and self._wanted(sequence, sequence.node.depth):
+            self._keep_state(sequence)
+
+    def _move_to(self, sequence: Sequence, node: Node) -> None:
+        self.cache.pin(node)
+        if sequence.node is not None:
+            self.cache.unpin(sequence.node)
+        sequence.node = node
+
+    def _keep_state(self, sequence: Sequence) -> None:
+        node, span = sequence.node, self.cache.span
+        assert node is not None
+        spoken = node.depth * span >= sequence.prompt_tokens
+        if node.snapshot is None:
+            try:
+                pages = self.cache.allocate(Kind.SNAPSHOT, len(self.layout.groups))
+            except OutOfPages:
+                return  # the state is a convenience for later requests; the running ones need the pages
+            for live, kept in zip(sequence.state, pages, strict=True):
+                self.memory.copy(live, kept)
+            turn_end = node.depth == (sequence.prompt_tokens - 1) // span
+            self.cache.keep_snapshot(node, pages, turn_end)
+        if spoken:
+            before, sequence.spoken_snapshot = sequence.spoken_snapshot, node
+            if before is not None and not before.turn_end and not before.removed:
+                self.cache.drop_snapshot(before)  # only the answer's end is where a later request goes on
+
+    # ---------------------------------------------------------------- coming and going
+
+    def _admit(self) -> None:
+        for sequence in self._queue():
+            if len(self.running) >= self.limits.max_sequences:
+                return
+            if self._fits_the_places(sequence):
+                self._start(sequence)
+
+    def _queue(self) -> list[Sequence]:
+        """Waiting sequences: those that came first, and every second one the shortest of the rest."""
+        by_rank = sorted(self.waiting, key=lambda sequence: sequence.rank)
+        by_length = sorted(self.waiting, key=lambda sequence: (sequence.priority, sequence.remaining))
+        order: dict[int, Sequence] = {}
+        for pair in zip(by_rank, by_length):
+            for sequence in pair:
+                order.setdefault(id(sequence), sequence)
+        return list(order.values())
+
+    def _fits_the_places(self, sequence: Sequence) -> bool:
+        """The last quarter of the places is for prompts of at most one step."""
+        kept = self.limits.max_sequences // 4
+        return sequence.remaining <= self.limits.budget or len(self.running) < self.limits.max_sequences - kept
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its memory; False (and nothing changed) if there is not enough."""
+        match = self.cache.match(sequence.keys.keys if self.caching else (), len(sequence.ids))
+        taken = self.cache.take(match)  # held before anything is allocated, which could evict it
+        whole = match.tokens // self.layout.page_tokens
+        fresh = self._pages_for(len(sequence.ids), whole)
+        if fresh is None:
+            self.cache.pool.release([*taken.pages, *taken.snapshot])
+            self.cache.unpin(match.node)
+            return False
+        latents, state = fresh
+        for shared, own in zip(taken.pages[whole:], latents):  # the hit ends inside this page
+            self.memory.copy(shared, own)
+        self._load_state(taken.snapshot, state)
+        self.cache.pool.release([*taken.pages[whole:], *taken.snapshot])
+        sequence.pages, sequence.state = taken.pages[:whole] + latents, state
+        self._enter(sequence, match)
+        return True
+
+    def _pages_for(self, tokens: int, whole: int) -> tuple[list[int], list[int]] | None:
+        """Latent pages for all tokens but those of the first `whole` pages, and pages for the state; None if running
+        sequences would then have no page to grow by."""
+        latents, groups = self.layout.latent_pages(tokens) - whole, len(self.layout.groups)
+        if not self.cache.make_room(latents + groups + len(self.running)):
+            return None
+        return self.cache.pool.take(Kind.LATENT, latents), self.cache.pool.take(Kind.SNAPSHOT, groups)
+
+    def _load_state(self, snapshot: tuple[int, ...], state: list[int]) -> None:
+        for kept, live in zip(snapshot, state):
+            self.memory.copy(kept, live)
+        for live in state[len(snapshot) :]:
+            self.memory.clear(live)
+
+    def _enter(self, sequence: Sequence, match: Match) -> None:
+        sequence.node, sequence.match, sequence.computed = match.node, match, match.tokens
+        sequence.status = Status.RUNNING
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = match.tokens
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's memory away and queue it again."""
+        self._leave(sequence)
+        sequence.status = Status.WAITING
+        sequence.computed = 0
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence ends, whatever it was doing; what it registered stays in the cache."""
+        if sequence.status is Status.RUNNING:
+            if sequence.spoken_snapshot is not None:
+                sequence.spoken_snapshot.turn_end = True
+            self._leave(sequence)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.cache.pool.release([*sequence.pages, *sequence.state])
+        sequence.pages, sequence.state, sequence.spoken_snapshot = [], [], None
+        if sequence.node is not None:
+            self.cache.unpin(sequence.node)
+            sequence.node = None
