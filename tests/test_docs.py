@@ -27,7 +27,7 @@ FIDELITY = ROOT / "docs" / "fidelity.md"
 BASES = (ROOT, PACKAGE, ROOT / "docs")
 """Where a path in a doc may begin; `data/plan.py` is short for nanok3/data/plan.py."""
 
-FILE = re.compile(r"(?<![\w./:-])(?:[\w.-]+/)*\w[\w-]*\.(?:py|md|cpp|h|css)\b(?!\()")
+FILE = re.compile(r"(?<![\w./:-])(?!llama\.cpp\b)(?:[\w.-]+/)*\w[\w-]*\.(?:py|md|cpp|h|css)\b(?!\()")
 FOLDER = re.compile(r"(?<![\w./-])(?:nanok3|tests|docs|bench|examples)/(?:[\w.-]+/)*(?![\w.*{-])")
 LINK = re.compile(r"\]\((?!\w+:)([^)#]+)")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")

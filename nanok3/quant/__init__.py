@@ -1,0 +1,1 @@
+"""What numbers a model uses outside of training: the files and formats of other engines."""
