@@ -284,7 +284,9 @@ def show_rules(trainer: Trainer, args: PretrainArgs) -> None:
 def describe_run(trainer: Trainer) -> str:
     """Two lines: how big, how long."""
     from nanok3.ledger import active_parameters
+    from nanok3.model.decoder import K3
 
+    assert isinstance(trainer.model, K3)
     cfg, s = trainer.model.cfg, trainer.settings
     total = sum(p.numel() for p in trainer.model.parameters())
     tokens = s.batch_size * s.accumulate * s.seq_len
@@ -350,10 +352,12 @@ def sampler(data: Prepared, tokens: int = 40) -> Any:
 def finish(args: PretrainArgs, trainer: Trainer, data: Prepared) -> None:
     """model/, the measurements on held-out text, and report.html."""
     from nanok3.data.files import write_file
+    from nanok3.model.decoder import K3
     from nanok3.model.weights import save
     from nanok3.stages import eval
     from nanok3.train.report import write_report
 
+    assert isinstance(trainer.model, K3)
     folder = args.out / "model"
     trainer.model.compute_dtype = None
     save(trainer.model, folder)

@@ -10,6 +10,9 @@
 
 The schedule runs over a fixed number of steps, and then a resumed run equals an uninterrupted one bit for bit; or over
 a number of minutes (`minutes`), and then progress is measured time, so that the last step falls where the time ends.
+Time is the wall clock's, or that of another `clock`: the process's CPU time makes runs on a busy machine comparable.
+
+A baseline trains in the same loop, with the same optimizer, without experts to balance, logits to clip or checkpoints.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanok3.baselines.frame import Baseline
 from nanok3.data.loader import Batch, MixtureLoader
 from nanok3.ledger import flops_per_token
 from nanok3.model.decoder import K3
 from nanok3.train.checkpoint import checkpoints, save_checkpoint
 from nanok3.train.loss import IGNORE, count_targets, cross_entropy, step_loss
 from nanok3.train.machine import matmul_rate
-from nanok3.train.muon import K3Optimizer
+from nanok3.train.muon import K3Optimizer, OptimizerSettings
 from nanok3.train.qk_clip import QKClip
 from nanok3.train.quantile_balancing import QuantileBalancer
 from nanok3.train.schedule import learning_rate
@@ -86,20 +90,30 @@ class Trainer:
 
     def __init__(
         self,
-        model: K3,
+        model: K3 | Baseline,
         loader: MixtureLoader,
         settings: TrainSettings,
         run: Path,
         bytes_of: Tensor,
         validation: dict[str, list[Batch]] | None = None,
-        sample: Callable[[K3], list[tuple[str, str]]] | None = None,
+        sample: Callable[[Any], list[tuple[str, str]]] | None = None,
         report: Callable[[str], None] = print,
         config: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if settings.save_every and isinstance(model, Baseline):
+            raise ValueError(f"save_every is {settings.save_every}; a baseline keeps no checkpoints, it must be 0")
+        self.clock = clock
         self.model, self.loader, self.settings, self.run = model, loader, settings, run
         self.validation, self.sample, self.say = validation or {}, sample, report
         s = settings
-        self.optimizer = K3Optimizer(model, lr=s.lr, weight_decay=s.weight_decay, adam_lr_scale=s.adam_lr_scale)
+        rules = OptimizerSettings(
+            matrices="adamw" if s.optimizer == "adamw" else "muon",
+            lr=s.lr,
+            weight_decay=s.weight_decay,
+            adam_lr_scale=s.adam_lr_scale,
+        )
+        self.optimizer = K3Optimizer(model, rules)
         self.balancer = QuantileBalancer(model, update_bias=s.balance)
         self.clip = QKClip(model, threshold=s.qk_clip_threshold, every=s.qk_clip_every)
         self.progress = Progress()
@@ -110,7 +124,10 @@ class Trainer:
         self.device = model.lm_head.weight.device
         self.bytes_of = bytes_of.to(self.device)
         self.peak_flops = matmul_rate(model.compute_dtype or torch.float32, self.device)
-        self.flops_per_token = flops_per_token(model.cfg, s.seq_len, training=True)
+        if isinstance(model, K3):
+            self.flops_per_token = flops_per_token(model.cfg, s.seq_len, training=True)
+        else:
+            self.flops_per_token = model.flops_per_token(s.seq_len, training=True)
 
     # ------------------------------------------------------------------ one step
 
@@ -158,7 +175,7 @@ class Trainer:
 
     def _vision_grad_norm(self) -> float | None:
         """The report judges multimodal training by the tower's gradient norm."""
-        if not self.model.cfg.has_vision:
+        if not isinstance(self.model, K3) or not self.model.cfg.has_vision:
             return None
         grads = [p.grad for p in self.model.vision_tower.parameters() if p.grad is not None]
         return float(nn.utils.get_total_norm(grads)) if grads else 0.0
@@ -191,21 +208,23 @@ class Trainer:
         with _Interrupts(self):
             spoken = -math.inf
             while not self.done and not self.interrupted:
-                began = time.monotonic()
+                began = self.clock()
                 result = self.train_step()
-                now = time.monotonic()
+                now = self.clock()
                 self._advance(result, now - began)
                 if self.done or now - spoken >= self.settings.log_seconds:
                     self.say(self._line(result, now - began))
                     spoken = now
                 self._every_so_often()
-                self._pass(time.monotonic() - began)
+                self._pass(self.clock() - began)
             if not self.interrupted:
                 self._finish()
-        if self.interrupted or self.settings.save_every:
+        keeps_checkpoints = isinstance(self.model, K3)
+        if keeps_checkpoints and (self.interrupted or self.settings.save_every):
             self.save()
         if self.interrupted:
-            self.say(f"interrupted after step {self.progress.step}; saved. Go on with: {self.how_to_resume()}")
+            saved = f"saved. Go on with: {self.how_to_resume()}" if keeps_checkpoints else "nothing was saved"
+            self.say(f"interrupted after step {self.progress.step}; {saved}")
         return not self.interrupted
 
     def _finish(self) -> None:
@@ -319,6 +338,7 @@ class Trainer:
     # ------------------------------------------------------------------ state
 
     def save(self) -> Path:
+        assert isinstance(self.model, K3)
         return save_checkpoint(self.run, self.progress.step, self.model, self.state_dict(), self.settings.keep)
 
     def state_dict(self) -> dict[str, Any]:

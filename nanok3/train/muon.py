@@ -26,6 +26,9 @@ heads. `parameter_rules` cuts every stored parameter into its logical matrices, 
 Weight decay 0.1 (report 3) acts on matrices, under AdamW too (b_proj, vision). Ours: the embedding and the head are
 not decayed by default (`embedding_weight_decay`); vectors, convolutions, AttnRes queries and positions never are.
 Learning-rate scales of the AdamW part are ours as well; K3's Adam betas are unknown, these are Moonlight's.
+
+The baselines have a map of their own: every matrix whole, as Muon was published. `matrices="adamw"` gives all matrices
+of any model to AdamW instead, for comparison.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from jaxtyping import Float
 from rich.table import Table
 from torch import Tensor, nn
 
+from nanok3.baselines.frame import BaselineConfig
 from nanok3.config import K3Config
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -50,6 +54,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 class OptimizerSettings:
     """Everything the two rules need besides the model."""
 
+    matrices: Literal["muon", "adamw"] = "muon"
+    """The rule for matrices; with adamw there is only one rule."""
     lr: float = 4e-3
     """Learning rate of both rules until `K3Optimizer.lr` is set (ours)."""
     weight_decay: float = 0.1
@@ -142,13 +148,13 @@ class Rule:
 
 
 def parameter_rules(model: nn.Module, settings: OptimizerSettings | None = None) -> list[Rule]:
-    """One rule for every parameter of a K3, in the order of `named_parameters()`.
+    """One rule for every parameter of a K3 or a baseline, in the order of `named_parameters()`.
 
-    ValueError for a model without a K3Config as `cfg`, for a parameter whose name the map does not know, and for one
-    whose shape does not divide into its matrices: guessing would train a different model in silence.
+    ValueError for a model whose `cfg` is no config of theirs, for a parameter whose name the map does not know, and for
+    one whose shape does not divide into its matrices: guessing would train a different model in silence.
     """
     cfg = getattr(model, "cfg", None)
-    if not isinstance(cfg, K3Config):
+    if not isinstance(cfg, K3Config | BaselineConfig):
         raise ValueError(f"model.cfg is {cfg!r}; the parameter map needs a K3Config to cut heads from")
     settings = settings or OptimizerSettings()
     return [_rule(name, tuple(p.shape), cfg, settings) for name, p in model.named_parameters()]
@@ -228,8 +234,30 @@ def _treatment(name: str, cfg: K3Config) -> _Treatment | None:
     return _LAYER.get(rest)
 
 
-def _rule(name: str, shape: tuple[int, ...], cfg: K3Config, settings: OptimizerSettings) -> Rule:
-    treatment = _treatment(name, cfg)
+def _baseline(cfg: BaselineConfig) -> dict[str, _Treatment]:
+    norms = ("norm", "input_norm", "mlp_norm", "mixer.q_norm", "mixer.k_norm", "mixer.o_norm")
+    return {
+        "embed_tokens.weight": _EMBEDDING,
+        "embed_positions.weight": _VECTOR,
+        "lm_head.weight": _HEAD,
+        **{f"{norm}.{x}": _VECTOR for norm in norms for x in ("weight", "bias")},
+        **{f"mixer.{m}_proj.weight": _WHOLE for m in ("q", "k", "v", "o")},
+        "mixer.qkv_proj.weight": _Cut(3, (cfg.hidden_size,)),
+        **{f"mlp.{m}_proj.weight": _WHOLE for m in ("up", "down")},
+        **{f"{m}_proj.bias": _VECTOR for m in ("mixer.qkv", "mixer.o", "mlp.up", "mlp.down")},
+        **{f"mixer.{m}_conv1d.weight": _VECTOR for m in ("q", "k", "v")},
+        **{f"mixer.{m}_proj.weight": _MATRIX for m in ("a", "b")},
+        **dict.fromkeys(("mixer.A_log", "mixer.dt_bias"), _VECTOR),
+    }
+
+
+def _rule(name: str, shape: tuple[int, ...], cfg: K3Config | BaselineConfig, settings: OptimizerSettings) -> Rule:
+    if isinstance(cfg, K3Config):
+        treatment = _treatment(name, cfg)
+    else:
+        treatment = _baseline(cfg).get(re.sub(r"^layers\.\d+\.", "", name))
+    if isinstance(treatment, _Cut) and settings.matrices == "adamw":
+        treatment = _MATRIX
     if treatment is None:
         raise ValueError(f"parameter {name!r} of shape {list(shape)} is not in the optimizer's map (train/muon.py)")
     if isinstance(treatment, _Cut):

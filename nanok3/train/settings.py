@@ -20,6 +20,8 @@ class TrainSettings:
     """Microbatches of a step."""
     seq_len: int = 512
     """Tokens of a row; documents are packed into rows and never see each other."""
+    optimizer: str = "muon"
+    """The rule for matrices: muon (per head; AdamW for the rest), or adamw for everything."""
     lr: float = 1e-2
     """Peak learning rate (ours; short runs of small models like twice that)."""
     adam_lr_scale: float = 0.4
@@ -84,5 +86,7 @@ class TrainSettings:
         for name in ("warmup_fraction", "final_lr_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        if self.optimizer not in ("muon", "adamw"):
+            raise ValueError(f"optimizer is {self.optimizer!r}; allowed: 'muon', 'adamw'")
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"precision is {self.precision!r}; allowed: 'auto', 'float32', 'bfloat16'")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanok3.baselines.frame import Baseline
 from nanok3.config import K3Config
 from nanok3.data.loader import MixtureLoader
 from nanok3.data.plan import Source
@@ -41,7 +42,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_trainer(corpus: Path, tmp_path: Path):
     """Trainer on the corpus: `make_trainer(steps=4)`; keyword arguments are settings, `model` may be given."""
 
-    def make(run: Path | None = None, model: K3 | None = None, **changes: object) -> Trainer:
+    def make(run: Path | None = None, model: K3 | Baseline | None = None, **changes: object) -> Trainer:
         defaults = {"steps": 4, "batch_size": 2, "seq_len": 32, "precision": "float32", "lr": 2e-3}
         defaults |= {"eval_every": 0, "sample_every": 0, "save_every": 0, "qk_clip_every": 2, "log_seconds": 1e9}
         settings = replace(TrainSettings(), **(defaults | changes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanok3.baselines.frame import BaselineConfig
+from nanok3.baselines.modern_gpt import ModernGPT
 from nanok3.model.decoder import K3
 from nanok3.train.checkpoint import checkpoints, latest, load_checkpoint
 from nanok3.train.loop import Trainer, TrainingStopped
@@ -182,3 +185,38 @@ def test_bfloat16_learns_as_float32(make_trainer, tmp_path: Path) -> None:
     a.fit(), b.fit()
     assert all(p.dtype == torch.float32 for p in b.model.parameters())
     assert a.progress.losses[-1] == pytest.approx(b.progress.losses[-1], abs=0.3)
+
+
+# ---------------------------------------------------------------------- baselines, and another clock
+
+
+def baseline() -> ModernGPT:
+    return ModernGPT(BaselineConfig(vocab_size=560, hidden_size=32, num_hidden_layers=2, num_attention_heads=2))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_baseline_trains_in_the_same_loop(make_trainer, optimizer: str) -> None:
+    trainer = make_trainer(model=baseline(), steps=30, lr=1e-2, optimizer=optimizer)
+    first = trainer.train_step()
+    assert abs(first.loss - math.log(560)) < 0.3 and first.loads == [] and first.max_logit is None
+    assert trainer.fit()
+    assert trainer.progress.losses[-1] < first.loss - 1.0
+
+
+def test_a_baseline_keeps_no_checkpoints(make_trainer) -> None:
+    with pytest.raises(ValueError, match="save_every is 5; a baseline keeps no checkpoints"):
+        make_trainer(model=baseline(), save_every=5)
+    said: list[str] = []
+    trainer = make_trainer(model=baseline())
+    trainer.say, trainer.interrupted = said.append, True
+    assert not trainer.fit()
+    assert "nothing was saved" in said[-1] and not checkpoints(trainer.run)
+
+
+def test_minutes_are_those_of_the_clock(make_trainer) -> None:
+    """A clock that moves by 3 seconds whenever it is read: two readings a step, a third for the time of it all."""
+    trainer = make_trainer(steps=None, minutes=0.5)
+    readings = itertools.count(step=3.0)
+    trainer.clock = lambda: next(readings)
+    assert trainer.fit()
+    assert trainer.progress.step == 5 and trainer.progress.seconds == 30.0

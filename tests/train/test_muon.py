@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from nanok3.baselines.gpt2 import GPT2, GPT2Config
 from nanok3.config import K3Config
 from nanok3.model.decoder import K3
 from nanok3.train.loss import count_targets, cross_entropy, step_loss
@@ -499,3 +500,33 @@ def test_learns_a_batch_by_heart(cfg):
         optimizer.zero_grad()
         losses.append(float(loss.detach()) / count)
     assert losses[-1] < 0.1 * losses[0]
+
+
+# ---------------------------------------------------------------------- baselines, and AdamW for everything
+
+
+def test_adamw_may_have_all_matrices() -> None:
+    model = K3(odd())
+    muon, adamw = parameter_rules(model), parameter_rules(model, OptimizerSettings(matrices="adamw", adam_lr_scale=0.5))
+    assert {r.kind for r in adamw} == {"adamw"} and not any(r.blocks for r in adamw)
+    for ours, theirs in zip(muon, adamw, strict=True):
+        assert (ours.name, ours.weight_decay) == (theirs.name, theirs.weight_decay)
+        assert theirs.lr_scale == 0.5
+
+
+def test_a_baselines_matrices_stay_whole() -> None:
+    size = {"vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3}
+    rules = {r.name: r for r in parameter_rules(GPT2(GPT2Config(**size)))}
+    assert rules["layers.0.mixer.qkv_proj.weight"].blocks == ((3, 12, 12),)
+    assert rules["layers.0.mlp.up_proj.weight"].blocks == ((1, 48, 12),)
+    kinds = {name: (r.kind, r.weight_decay) for name, r in rules.items()}
+    assert kinds["embed_positions.weight"] == kinds["layers.0.mixer.o_proj.bias"] == ("adamw", 0.0)
+    matrices = [name for name, r in rules.items() if r.kind == "muon"]
+    assert len(matrices) == 4 and all(rules[name].weight_decay == 0.1 for name in matrices)
+
+
+def test_a_baseline_with_an_unknown_parameter_is_refused() -> None:
+    model = GPT2(GPT2Config(vocab_size=40, hidden_size=12, num_hidden_layers=1, num_attention_heads=3))
+    model.layers[0].extra = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="extra"):
+        parameter_rules(model)

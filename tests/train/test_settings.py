@@ -27,3 +27,9 @@ from nanok3.train.settings import TrainSettings
 def test_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainSettings(**changes)
+
+
+def test_the_rule_for_matrices_is_one_of_two() -> None:
+    assert TrainSettings(steps=1, optimizer="adamw").optimizer == "adamw"
+    with pytest.raises(ValueError, match="optimizer is 'sgd'; allowed: 'muon', 'adamw'"):
+        TrainSettings(steps=1, optimizer="sgd")
