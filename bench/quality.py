@@ -1,0 +1,342 @@
+"""Quality for time: what each model has learned after the same CPU-minutes on one thread.
+
+    nanok3 tokenizer --out runs/quality/tokenizer
+    nanok3 data --tokenizer runs/quality/tokenizer --out runs/quality/data
+    python bench/quality.py --tune            size and rates of each contender, found with the same effort
+    python bench/quality.py                   the runs: every contender, seeds 0, 1, 2, 10 CPU-minutes each
+    python bench/quality.py --ablate          K3 with one mechanism exchanged, for 3 CPU-minutes
+    python bench/quality.py --table           what has been measured so far
+
+Contenders: K3; GPT-2 with AdamW; a modern dense GPT with Muon (nanok3/baselines). All read the same prepared text with
+the same tokenizer, and none sees a text twice. The clock, also that of the schedule, is the CPU time of the process, so
+that warm-up and decay run to exactly the budget; building the model and measuring it are not counted. Bits per byte are
+those of the whole held-out set.
+
+Tuning is successive halving: six configurations for one CPU-minute, the best two for three, the better of these wins.
+Every run is a process of its own and leaves one JSON file; what is there is not run again. Contenders take turns, so
+that a busy hour of the machine hits all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from nanok3.baselines.frame import Baseline, BaselineConfig
+from nanok3.baselines.gpt2 import GPT2, GPT2Config
+from nanok3.baselines.modern_gpt import ModernGPT
+from nanok3.config import K3Config
+from nanok3.data.files import write_file
+from nanok3.data.loader import MixtureLoader
+from nanok3.data.prepared import Prepared
+from nanok3.eval.bits_per_byte import bits_per_byte
+from nanok3.model.decoder import K3
+from nanok3.train.loop import Trainer
+from nanok3.train.machine import describe, keep_freed_memory
+from nanok3.train.settings import TrainSettings
+
+TUNING = ((6, 1.0), (2, 3.0))
+"""Rounds of successive halving: how many configurations, and the CPU-minutes of each."""
+TUNING_BYTES = 60_000
+"""Held-out bytes of each slice that the tuning looks at."""
+SHARED = {"save_every": 0, "eval_every": 0, "sample_every": 0, "log_seconds": 60.0, "final_lr_fraction": 0.03}
+
+
+@dataclass
+class Options:
+    tune: bool = False
+    ablate: bool = False
+    table: bool = False
+    contenders: list[str] = field(default_factory=lambda: ["k3", "gpt2", "modern_gpt"])
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    minutes: float = 10.0
+    """CPU-minutes of a run."""
+    ablation_minutes: float = 3.0
+    bf16: bool = False
+    """Where the machine has bfloat16 products; float32 otherwise."""
+    data: Path = Path("runs/quality/data")
+    out: Path = Path("runs/quality")
+
+
+# ---------------------------------------------------------------------- contenders
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model and how it is trained. size: fields of its config; for K3 over `K3Config.small().at_depth(depth)`."""
+
+    contender: str
+    size: dict[str, Any]
+    train: dict[str, Any]
+
+
+def k3(depth: int, batch: int, lr: float, adam: float, **size: Any) -> Candidate:
+    rates = {"batch_size": batch, "lr": lr, "adam_lr_scale": adam}
+    return Candidate("k3", {"depth": depth, **size}, rates)
+
+
+def gpt2(width: int, layers: int, batch: int, lr: float, **size: Any) -> Candidate:
+    rates = {"batch_size": batch, "lr": lr, "adam_lr_scale": 1.0, "optimizer": "adamw", "warmup_fraction": 0.03}
+    return Candidate("gpt2", {"hidden_size": width, "num_hidden_layers": layers, **size}, rates)
+
+
+def modern_gpt(width: int, layers: int, batch: int, lr: float, adam: float) -> Candidate:
+    rates = {"batch_size": batch, "lr": lr, "adam_lr_scale": adam}
+    return Candidate("modern_gpt", {"hidden_size": width, "num_hidden_layers": layers}, rates)
+
+
+CANDIDATES = {
+    "k3": [
+        k3(5, 8, 2.5e-2, 0.4),
+        k3(5, 4, 2.5e-2, 0.4),
+        k3(5, 4, 1.5e-2, 0.6),
+        k3(4, 4, 2.5e-2, 0.4),
+        k3(4, 4, 4e-2, 0.25),
+        k3(6, 4, 1.5e-2, 0.6),
+    ],
+    "gpt2": [
+        gpt2(128, 4, 4, 4e-3),
+        gpt2(128, 4, 4, 8e-3),
+        gpt2(192, 4, 4, 2e-3),
+        gpt2(192, 4, 4, 4e-3),
+        gpt2(192, 4, 4, 4e-3, tie_word_embeddings=False),
+        gpt2(256, 4, 4, 2e-3),
+    ],
+    "modern_gpt": [
+        modern_gpt(128, 4, 4, 2.5e-2, 0.4),
+        modern_gpt(128, 6, 4, 2.5e-2, 0.4),
+        modern_gpt(192, 4, 4, 1.5e-2, 0.6),
+        modern_gpt(192, 4, 4, 2.5e-2, 0.4),
+        modern_gpt(192, 4, 4, 4e-2, 0.25),
+        modern_gpt(256, 4, 4, 1.5e-2, 0.6),
+    ],
+}
+
+
+def ablations(chosen: Candidate) -> dict[str, Candidate]:
+    """The chosen K3 with one mechanism exchanged for what it replaced."""
+    layers = tuple(range(1, chosen.size["depth"] + 1))
+    sizes: dict[str, dict[str, Any]] = {
+        "whole": {},
+        "no attention residuals": {"attn_res_block_size": None, "model_type": "kimi_linear"},
+        "dense MLP for MoE": {"first_k_dense_replace": len(layers)},
+        "MLA for KDA": {"kda_layers": (), "full_attn_layers": layers},
+        "KDA for MLA": {"kda_layers": layers, "full_attn_layers": ()},
+        "SwiGLU for SiTU": {"hidden_act": "silu"},
+    }
+    found = {name: replace(chosen, size=chosen.size | size) for name, size in sizes.items()}
+    found["AdamW for Muon"] = replace(
+        chosen,
+        train=chosen.train | {"optimizer": "adamw", "lr": chosen.train["lr"] * chosen.train["adam_lr_scale"] / 2},
+    )
+    return found
+
+
+def build(candidate: Candidate, vocab_size: int, seq_len: int) -> K3 | Baseline:
+    size = dict(candidate.size)
+    if candidate.contender == "k3":
+        cfg = K3Config.small().at_depth(size.pop("depth"))
+        return K3(replace(cfg, **size).with_vocabulary(vocab_size))
+    size |= {"vocab_size": vocab_size, "num_attention_heads": size["hidden_size"] // 64}
+    if candidate.contender == "gpt2":
+        return GPT2(GPT2Config(**size, max_position_embeddings=seq_len))
+    return ModernGPT(BaselineConfig(**size))
+
+
+# ---------------------------------------------------------------------- one run, in a process of its own
+
+
+@dataclass(frozen=True)
+class Job:
+    candidate: Candidate
+    minutes: float
+    seed: int
+    data: Path
+    bf16: bool
+    tuning: bool
+    result: Path
+
+
+def run(job: Job) -> None:
+    """Train, measure, write the result."""
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    torch.manual_seed(job.seed)
+    data = Prepared(job.data)
+    precision = "bfloat16" if job.bf16 else "float32"
+    length = {"minutes": job.minutes, "seed": job.seed, "precision": precision}
+    settings = TrainSettings(**(SHARED | length | job.candidate.train))
+    model = build(job.candidate, data.manifest["vocab_size"], settings.seq_len)
+    loader = MixtureLoader(data.sources(), data.weights(), settings.batch_size, settings.seq_len, job.seed)
+    tokenizer = data.tokenizer()
+    ordinary = tokenizer.vocab_size - 256
+    sizes = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(ordinary)] + [0] * 256)
+    trainer = Trainer(model, loader, settings, job.result.with_suffix(""), sizes, clock=time.process_time)
+    began = time.monotonic()
+    if not trainer.fit():
+        raise SystemExit("interrupted")
+    progress = trainer.progress
+    found = {
+        "candidate": asdict(job.candidate),
+        "minutes": job.minutes,
+        "seed": job.seed,
+        "precision": precision,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "tokens_per_cpu_second": progress.tokens / progress.seconds,
+        "cpu_seconds": progress.seconds,
+        "wall_seconds": time.monotonic() - began,
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "load": os.getloadavg()[0],
+        "machine": describe(),
+        "bits_per_byte": held_out(model, data, settings.seq_len, TUNING_BYTES if job.tuning else None),
+    }
+    write_file(job.result, (json.dumps(found, indent=1) + "\n").encode())
+
+
+def held_out(model: K3 | Baseline, data: Prepared, context: int, limit: int | None) -> dict[str, float]:
+    """Bits per byte of each slice, and of all of them. A prediction looks back over at most a row of training."""
+    nats = size = 0.0
+    found = {}
+    for source in data.sources("validation"):
+        text, tokenizer = data.validation_text(source.name), data.tokenizer()
+        documents = [source.tokens(i)[:-1].tolist() for i in range(len(source))]
+        byte_count = len(text)
+        if limit is not None and byte_count > limit:
+            part = text[:limit].decode("utf-8", "ignore")
+            documents, byte_count = [tokenizer.encode(part)], len(part.encode())
+        score = bits_per_byte(model, documents, byte_count, data.manifest["vocab_size"], context)
+        found[source.name] = score.bits_per_byte
+        nats, size = nats + score.nats, size + score.bytes
+    return {**found, "all": nats / math.log(2) / size}
+
+
+def done(job: Job) -> dict[str, Any]:
+    """The result of a job, which is run first where there is none."""
+    if not job.result.exists():
+        job.result.parent.mkdir(parents=True, exist_ok=True)
+        process = multiprocessing.get_context("spawn").Process(target=run, args=(job,))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"{job.result}: the run ended with status {process.exitcode}")
+    found: dict[str, Any] = json.loads(job.result.read_text())
+    where, score = f"{job.result.parent.name}/{job.result.stem}", found["bits_per_byte"]["all"]
+    print(f"{where:34s} {score:.4f} bits/byte, {found['tokens'] / 1e6:.2f} M tokens {job.candidate}", flush=True)
+    return found
+
+
+# ---------------------------------------------------------------------- tuning and the runs
+
+
+def tune(options: Options) -> None:
+    """Successive halving; the winner's number goes to chosen.json."""
+    left = {name: list(enumerate(CANDIDATES[name])) for name in options.contenders}
+    for keep, minutes in TUNING:
+        left = {name: candidates[:keep] for name, candidates in left.items()}
+        scores: dict[str, dict[int, float]] = {name: {} for name in left}
+        for turn in range(keep):
+            for name, candidates in left.items():
+                number, candidate = candidates[turn]
+                result = options.out / "tune" / f"{name}-{number}-{minutes:g}.json"
+                job = Job(candidate, minutes, 0, options.data, options.bf16, True, result)
+                scores[name][number] = done(job)["bits_per_byte"]["all"]
+        left = {name: sorted(cs, key=lambda c: scores[name][c[0]]) for name, cs in left.items()}
+    chosen_file = options.out / "chosen.json"
+    chosen = json.loads(chosen_file.read_text()) if chosen_file.exists() else {}
+    chosen |= {name: asdict(candidates[0][1]) for name, candidates in left.items()}
+    write_file(chosen_file, (json.dumps(chosen, indent=1) + "\n").encode())
+
+
+def chosen_candidate(options: Options, name: str) -> Candidate:
+    path = options.out / "chosen.json"
+    chosen = json.loads(path.read_text()) if path.exists() else {}
+    if name not in chosen:
+        raise SystemExit(f"{path} has no {name!r}: run with --tune first")
+    return Candidate(**chosen[name])
+
+
+def final_jobs(options: Options) -> Iterator[Job]:
+    """Seed by seed, the contenders in turn."""
+    for seed in options.seeds:
+        for name in options.contenders:
+            result = options.out / f"final-{options.minutes:g}" / f"{name}-{seed}.json"
+            yield Job(chosen_candidate(options, name), options.minutes, seed, options.data, options.bf16, False, result)
+
+
+def ablate(options: Options) -> None:
+    for name, candidate in ablations(chosen_candidate(options, "k3")).items():
+        result = options.out / "ablations" / f"{name.replace(' ', '-')}.json"
+        done(Job(candidate, options.ablation_minutes, 0, options.data, options.bf16, False, result))
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def table(options: Options) -> str:
+    """Mean and spread over the seeds of every contender, in bits per byte."""
+    finished: dict[str, list[dict[str, Any]]] = {}
+    for job in final_jobs(options):
+        if job.result.exists():
+            finished.setdefault(job.candidate.contender, []).append(json.loads(job.result.read_text()))
+    if not finished:
+        return "nothing is finished yet"
+    slices = list(next(iter(finished.values()))[0]["bits_per_byte"])
+    lines = [
+        f"| {options.minutes:g} CPU-minutes, one thread | seeds | parameters | tokens | tok/s | {' | '.join(slices)} |",
+        "|---" * (5 + len(slices)) + "|",
+    ]
+    for name, runs in finished.items():
+        scores = [summary([r["bits_per_byte"][s] for r in runs]) for s in slices]
+        tokens, rate = (statistics.mean(r[key] for r in runs) for key in ("tokens", "tokens_per_cpu_second"))
+        counts = f"{len(runs)} | {runs[0]['parameters'] / 1e6:.2f} M | {tokens / 1e6:.2f} M | {rate:.0f}"
+        lines.append(f"| {name} | {counts} | {' | '.join(scores)} |")
+    return "\n".join(lines + comparisons(finished))
+
+
+def summary(values: list[float]) -> str:
+    spread = f" ± {(max(values) - min(values)) / 2:.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{spread}"
+
+
+def comparisons(finished: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """How far K3 lies below each rival, over the seeds that both have."""
+    lines = []
+    for name, runs in finished.items():
+        theirs = {r["seed"]: r["bits_per_byte"]["all"] for r in runs}
+        pairs = [(r["bits_per_byte"]["all"], theirs[r["seed"]]) for r in finished.get("k3", []) if r["seed"] in theirs]
+        if name != "k3" and pairs:
+            shares = [f"{100 * (1 - ours / other):+.1f} %" for ours, other in pairs]
+            lines.append(f"K3 below {name}, seed by seed: {', '.join(shares)}")
+    return ["", *lines] if lines else []
+
+
+def main(options: Options) -> None:
+    unknown = sorted(set(options.contenders) - set(CANDIDATES))
+    if unknown:
+        raise SystemExit(f"contenders: {unknown} are unknown; allowed: {', '.join(CANDIDATES)}")
+    if options.tune:
+        tune(options)
+    elif options.ablate:
+        ablate(options)
+    elif not options.table:
+        for job in final_jobs(options):
+            done(job)
+    print(table(options) if not options.tune else json.dumps(json.loads((options.out / "chosen.json").read_text())))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
