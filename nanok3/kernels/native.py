@@ -17,6 +17,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -102,11 +103,20 @@ def cache_folder() -> Path:
 def fingerprint(name: str, compiler: str) -> str:
     """Hash of the source with its headers, the compiler's version, the flags and the processor's features."""
     digest = hashlib.sha256()
-    for source in [SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))]:
+    for source in sources(name):
         digest.update(source.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=60)
     digest.update(repr((compiler, version.stdout, COMMON_FLAGS, TUNING_FLAGS, cpu_features())).encode())
     return digest.hexdigest()[:20]
+
+
+def sources(name: str) -> list[Path]:
+    """The kernel's file and every header of ours that it includes, directly or through another."""
+    found = [SOURCES / f"{name}.cpp"]
+    for source in found:
+        included = (SOURCES / header for header in re.findall(r'^#include "([^"]+)"', source.read_text("utf-8"), re.M))
+        found += [header for header in included if header not in found]
+    return found
 
 
 def cpu_features() -> str:

@@ -55,17 +55,28 @@ def test_builds_once_and_is_reused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changed", ("source", "header", "flags", "processor"))
 def test_what_decides_the_library_is_in_its_name(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
+    (native.SOURCES / "probe.cpp").write_text('#include "outer.h"\n' + TINY)
+    (native.SOURCES / "outer.h").write_text('#pragma once\n#include "inner.h"\n')
+    (native.SOURCES / "inner.h").write_text("#pragma once\n")
     before = native.fingerprint("probe", compiler)
     assert before == native.fingerprint("probe", compiler)
     if changed == "source":
         (native.SOURCES / "probe.cpp").write_text(TINY.replace("42", "43"))
     elif changed == "header":
-        (native.SOURCES / "more.h").write_text("#pragma once\n")
+        (native.SOURCES / "inner.h").write_text("#pragma once\n#define MORE\n")
     elif changed == "flags":
         monkeypatch.setattr(native, "COMMON_FLAGS", (*native.COMMON_FLAGS, "-g"))
     else:
         monkeypatch.setattr(native, "cpu_features", lambda: "another processor")
     assert native.fingerprint("probe", compiler) != before
+
+
+@needs_compiler
+def test_a_header_of_other_kernels_does_not_build_this_one_anew() -> None:
+    compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
+    before = native.fingerprint("probe", compiler)
+    (native.SOURCES / "more.h").write_text("#pragma once\n")
+    assert native.fingerprint("probe", compiler) == before
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
