@@ -13,6 +13,18 @@
 #pragma once
 #include "rows.h"
 
+// a * b + c, rounded once where the machine can. Written out because a compiler may leave a chain of such unfused, here
+// and not there (GCC does for Zen, in loops with a single sum), and one and the same product then has two results.
+INLINE vf multiply_add(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX__) && defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 constexpr int kGroup = 32, kGroupVectors = kGroup / W;
 
 enum Format : int32_t { kAbsent = -1, kFloat32Rows = 0, kBfloat16Rows = 1, kMxfp4Rows = 2 };

@@ -1,0 +1,304 @@
+"""Decoding on a CPU as one call of C: the records of `cpu/decode_plan.h`, filled with the addresses of tensors.
+
+A `Model` holds where every weight lies and in which type (float32, bf16, MXFP4); a `SequenceMemory` where the memory of
+one sequence lies. `Decoder.run` reads rows of tokens through the whole stack, moves the memory on in place and writes
+logits.
+What a weight is for is known in model/native_decode.py; here are addresses, sizes and the checks that keep C from
+reading what is not there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from nanok3.kernels import native
+
+FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+MXFP4 = 2
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("type", ctypes.c_int32)]
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+    ]
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Layer(ctypes.Structure):
+    """Every weight a layer may have; those it has not stay null."""
+
+    _fields_ = [
+        *_fields(ctypes.c_int32, "is_mla is_moe"),
+        *_fields(_Vector, "input_norm post_norm attention_mix_norm attention_mix_query mlp_mix_norm mlp_mix_query"),
+        *_fields(_Matrix, "q k v f_a f_b b g_a g_b o"),
+        *_fields(_Vector, "q_conv k_conv v_conv A_log dt_bias o_norm"),
+        *_fields(_Matrix, "q_a q_b kv_a kv_b"),
+        *_fields(_Vector, "q_norm kv_norm"),
+        *_fields(_Matrix, "gate up down router latent_down latent_up w1 w2 w3"),
+        *_fields(_Vector, "correction latent_norm"),
+    ]
+
+
+class Model(ctypes.Structure):
+    """Sizes, switches and the layers; what the numbers mean is said in cpu/decode_plan.h."""
+
+    _fields_ = [
+        ("layers", ctypes.POINTER(Layer)),
+        *_fields(ctypes.c_int64, "layer_count hidden vocab"),
+        *_fields(_Matrix, "embedding head"),
+        *_fields(_Vector, "final_norm final_mix_norm final_mix_query"),
+        *_fields(ctypes.c_int64, "block kda_heads kda_dim taps mla_heads nope rope v_dim rank q_rank"),
+        *_fields(ctypes.c_int64, "intermediate experts top_k inner latent shared"),
+        *_fields(ctypes.c_float, "eps qk_eps gate_bound beta linear_beta routed_scale"),
+        ("renormalize", ctypes.c_int32),
+    ]
+
+
+class _Sequence(ctypes.Structure):
+    _fields_ = [
+        *_fields(ctypes.c_int64, "rows tokens"),
+        *_fields(ctypes.c_void_p, "conv recurrent latents pages"),
+        *_fields(ctypes.c_int64, "page_rows page_stride"),
+        ("latent_type", ctypes.c_int32),
+    ]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "model sequences"),
+        *_fields(ctypes.c_int64, "sequence_count rows"),
+        *_fields(ctypes.c_void_p, "ids chosen"),
+        ("chosen_count", ctypes.c_int64),
+        *_fields(ctypes.c_void_p, "logits hidden workspace"),
+        *_fields(ctypes.c_int64, "capacity threads"),
+    ]
+
+
+def available() -> bool:
+    """Whether the library could be built here."""
+    return native.available("decode")
+
+
+@functools.cache
+def _library() -> Any:
+    library = native.load("decode")
+    assert library is not None, "callers ask `available` first"
+    library.decode.argtypes, library.decode.restype = [ctypes.c_void_p], None
+    library.decode_workspace.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.decode_workspace.restype = library.decode_record_size.restype = ctypes.c_int64
+    for which, record in enumerate((Model, Layer, _Sequence, _Call)):
+        assert library.decode_record_size(which) == ctypes.sizeof(record), f"{record.__name__} is not its mirror"
+    return library
+
+
+def refusal(weight: Tensor) -> str | None:
+    """Why the kernel cannot read a weight, or None."""
+    if type(weight) not in (Tensor, nn.Parameter):
+        return f"it is a {type(weight).__name__}"  # what only looks like a tensor has no memory to be read
+    if weight.device.type != "cpu":
+        return f"it is on {weight.device}"
+    if weight.dtype not in FORMATS and weight.dtype != torch.uint8:
+        return f"it is {weight.dtype}; float32, bfloat16 and MXFP4 can be read"
+    return None if weight.is_contiguous() else "it is not contiguous"
+
+
+def vector(weight: Tensor) -> _Vector:
+    return _Vector(weight.data_ptr(), FORMATS[weight.dtype])
+
+
+def matrix(weight: Tensor, scale: Tensor | None = None) -> _Matrix:
+    """A weight (rows, columns) or a stack of them; with `scale` packed MXFP4."""
+    rows, columns = weight.shape[-2:]
+    if scale is not None:
+        return _Matrix(weight.data_ptr(), scale.data_ptr(), rows, 2 * columns, MXFP4)
+    return _Matrix(weight.data_ptr(), None, rows, columns, FORMATS[weight.dtype])
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """What a model's sequences keep: shapes of one layer's tensors, and how many layers there are of each kind."""
+
+    kda_layers: int
+    mla_layers: int
+    conv: tuple[int, int, int]
+    """(3, taps - 1, heads * dim)"""
+    recurrent: tuple[int, int, int]
+    """(heads, key dim, value dim)"""
+    latent: int
+    """Numbers of a latent row."""
+
+
+class SequenceMemory:
+    """Where one sequence's memory lies; the tensors stay the caller's, and calls move them on in place.
+
+    conv, recurrent: one float32 tensor for each KDA layer, in the model's order, of the layout's shapes. latents: for
+    each MLA layer a pool (pages, P, latent) in float32 or bf16, whose pages may lie apart but are each contiguous: of
+    an arena (pages, layers, P, latent) the pools are `arena[:, i]`. `pages`: which of them hold the sequence's rows, in
+    order, the same in every layer; token t lies in row t % P of page pages[t // P]. A cache that is one piece is a
+    pool of one page. The list may be changed between calls; before a call it must have room for the rows to come.
+    tokens: how many have been read; a call adds its own.
+    """
+
+    def __init__(
+        self,
+        layout: MemoryLayout,
+        conv: Sequence[Float[Tensor, "3 taps HK"]],
+        recurrent: Sequence[Float[Tensor, "H K V"]],
+        latents: Sequence[Float[Tensor, "pages P L"]],
+        pages: Sequence[int] = (),
+        tokens: int = 0,
+    ) -> None:
+        _check_fixed("conv", conv, layout.kda_layers, layout.conv)
+        _check_fixed("recurrent", recurrent, layout.kda_layers, layout.recurrent)
+        _check_pools(latents, layout)
+        self.conv, self.recurrent, self.latents = tuple(conv), tuple(recurrent), tuple(latents)
+        self.pages, self.tokens = list(pages), tokens
+        addresses = (_addresses(tensors) for tensors in (self.conv, self.recurrent, self.latents))
+        self._addresses, self._pages = tuple(addresses), array("q")
+        self.pool_pages, rows, stride, dtype = (
+            (1 << 62, 1 << 62, 0, torch.float32) if not latents else _pool(latents[0])
+        )
+        places = (ctypes.cast(a, ctypes.c_void_p).value for a in self._addresses)
+        self.record = _Sequence(0, 0, *places, None, rows, stride, FORMATS[dtype])
+
+    @property
+    def page_rows(self) -> int:
+        """Tokens a page holds; a huge number for a model without MLA layers, which needs no pages."""
+        return int(self.record.page_rows)
+
+    def prepare(self, rows: int) -> None:
+        """Write what this call needs into the record; ValueError where there is no room for the rows."""
+        if rows < 1:
+            raise ValueError(f"a sequence has {rows} rows; each must have at least 1")
+        if self.latents:
+            if len(self.pages) * self.page_rows < self.tokens + rows:
+                held = f"{len(self.pages)} pages of {self.page_rows} rows"
+                raise ValueError(f"{held} have no room for {rows} tokens after {self.tokens}")
+            if not all(0 <= page < self.pool_pages for page in self.pages):
+                raise ValueError(f"pages {self.pages} are not all in the pool, which has {self.pool_pages}")
+        self._pages = array("q", self.pages)
+        self.record.pages = self._pages.buffer_info()[0]
+        self.record.rows, self.record.tokens = rows, self.tokens
+
+
+def _pool(pool: Tensor) -> tuple[int, int, int, torch.dtype]:
+    return pool.shape[0], pool.shape[1], pool.stride(0), pool.dtype
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Any:
+    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+
+
+def _check_fixed(name: str, tensors: Sequence[Tensor], layers: int, shape: tuple[int, ...]) -> None:
+    if len(tensors) != layers:
+        raise ValueError(f"{name} has {len(tensors)} tensors; the model has {layers} KDA layers")
+    for x in tensors:
+        if tuple(x.shape) != shape or x.dtype != torch.float32 or not x.is_cpu or not x.is_contiguous():
+            raise ValueError(
+                f"{name} holds a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}; it must be float32 {shape}, "
+                f"contiguous, on the CPU"
+            )
+
+
+def _check_pools(pools: Sequence[Tensor], layout: MemoryLayout) -> None:
+    if len(pools) != layout.mla_layers:
+        raise ValueError(f"latents has {len(pools)} tensors; the model has {layout.mla_layers} MLA layers")
+    for x in pools:
+        fits = x.ndim == 3 and x.shape[2] == layout.latent and x.dtype in FORMATS and x.is_cpu
+        if not fits or x.shape[1] == 0 or x.stride()[1:] != (layout.latent, 1) or _pool(x) != _pool(pools[0]):
+            raise ValueError(
+                f"latents holds a {x.dtype} tensor of shape {tuple(x.shape)} and strides {x.stride()}; all must be "
+                f"(pages, P, {layout.latent}) in float32 or bfloat16 with contiguous pages, alike for all layers"
+            )
+
+
+class Decoder:
+    """A model by address, and the space in which it computes."""
+
+    def __init__(self, model: Model, layout: MemoryLayout) -> None:
+        self.model, self.layout = model, layout
+        self._capacity, self._workspace = 0, torch.empty(0)
+
+    def run(
+        self,
+        ids: Int[Tensor, " N"],
+        sequences: Sequence[SequenceMemory],
+        rows: Sequence[int],
+        chosen: Sequence[int],
+        with_hidden: bool,
+    ) -> tuple[Float[Tensor, "n vocab"], Float[Tensor, "N D"] | None]:
+        """Logits of the chosen rows, and the final normed hidden of all if asked for. `ids` holds rows[i] tokens of
+        sequences[i], one after the other. ValueError before anything is moved on."""
+        ids = self._checked(ids, sequences, rows, chosen)
+        model, N = self.model, ids.shape[0]
+        logits = torch.empty(len(chosen), model.vocab)
+        hidden = torch.empty(N, model.hidden) if with_hidden else None
+        self._reserve(N)
+        wanted = array("q", chosen)
+        records = (ctypes.c_void_p * len(sequences))(*(ctypes.addressof(s.record) for s in sequences))
+        call = _Call(
+            ctypes.addressof(model),
+            ctypes.addressof(records),
+            len(sequences),
+            N,
+            ids.data_ptr(),
+            wanted.buffer_info()[0],
+            len(chosen),
+            logits.data_ptr() if chosen else None,
+            None if hidden is None else hidden.data_ptr(),
+            self._workspace.data_ptr(),
+            self._capacity,
+            torch.get_num_threads(),
+        )
+        _library().decode(ctypes.byref(call))
+        for sequence, count in zip(sequences, rows):
+            sequence.tokens += count
+        return logits, hidden
+
+    def _checked(
+        self, ids: Tensor, sequences: Sequence[SequenceMemory], rows: Sequence[int], chosen: Sequence[int]
+    ) -> Tensor:
+        if ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_cpu:
+            raise ValueError(f"ids is {ids.dtype} of shape {tuple(ids.shape)}; it must be int64 or int32 of shape (N,)")
+        if len(rows) != len(sequences) or not sequences:
+            raise ValueError(
+                f"{len(sequences)} sequences and {len(rows)} row counts; there must be as many, at least 1"
+            )
+        if len({id(sequence) for sequence in sequences}) != len(sequences):
+            raise ValueError("a sequence is named twice; its rows must come together")
+        for sequence, count in zip(sequences, rows):
+            sequence.prepare(count)
+        if sum(rows) != ids.shape[0]:
+            raise ValueError(f"ids has {ids.shape[0]} rows, the sequences together {sum(rows)}")
+        least, most = (int(bound) for bound in ids.aminmax())
+        if least < 0 or most >= self.model.vocab:
+            raise ValueError(f"ids holds {least if least < 0 else most}; ids must be from 0 to {self.model.vocab - 1}")
+        if not all(0 <= row < ids.shape[0] for row in chosen):
+            raise ValueError(f"logits are wanted of rows {list(chosen)}; there are rows 0 to {ids.shape[0] - 1}")
+        return ids.to(torch.int64).contiguous()
+
+    def _reserve(self, rows: int) -> None:
+        if rows > self._capacity:
+            self._capacity = max(rows, 2 * self._capacity)
+            size = _library().decode_workspace(ctypes.byref(self.model), self._capacity)
+            self._workspace = torch.zeros(size)
