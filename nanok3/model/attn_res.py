@@ -96,8 +96,8 @@ def mix(
     query: Float[Tensor, "1 D"],
     eps: float,
 ) -> Float[Tensor, "B T D"]:
-    """`mix_reference` without stacking the sources; in one pass on a CPU."""
-    mixed = _mix_cpu(sources, norm, query, eps)
+    """`mix_reference` without stacking the sources; in one pass on a CPU, and on CUDA where fla-core is installed."""
+    mixed = (_mix_fla if sources[0].is_cuda else _mix_cpu)(sources, norm, query, eps)
     return _Mix.apply(norm, query, eps, *sources) if mixed is None else mixed
 
 
@@ -106,6 +106,14 @@ def _mix_cpu(sources: Sequence[Tensor], norm: Tensor, query: Tensor, eps: float)
     from nanok3.kernels import attn_res_cpu
 
     mixed = attn_res_cpu.mix(sources, norm, query, eps)
+    return None if mixed is NotImplemented else mixed
+
+
+def _mix_fla(sources: Sequence[Tensor], norm: Tensor, query: Tensor, eps: float) -> Tensor | None:
+    """fla-core's kernel, or None where it does not apply: float64, a width that is no multiple of 16, no fla-core."""
+    from nanok3.kernels.gpu import fla
+
+    mixed = fla.mix(sources, norm, query, eps)
     return None if mixed is NotImplemented else mixed
 
 
