@@ -186,7 +186,7 @@ def _supported(inputs: tuple[Tensor, ...], state: Tensor | None) -> bool:
     return _built()
 
 
-@torch.compiler.assume_constant_result  # the build is no part of a traced graph
+@native.constant_when_traced
 def _built() -> bool:
     return native.available("kda")
 

@@ -21,6 +21,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 log = logging.getLogger("nanok3")
@@ -42,6 +43,13 @@ BUILD_SECONDS = 300
 def available(name: str) -> bool:
     """Whether the kernel `cpu/<name>.cpp` can be used here; builds it if it was not built before."""
     return load(name) is not None
+
+
+def constant_when_traced(function: Callable[..., bool]) -> Callable[..., bool]:
+    """Whether a kernel was built is no part of a traced graph. The mark is that of `torch.compiler`'s
+    assume_constant_result, which would load the whole compiler, seconds of every start, to set it."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @functools.cache

@@ -35,7 +35,7 @@ def supported(library: str, first: Tensor, *others: Tensor) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result  # the build is no part of a traced graph
+@native.constant_when_traced
 def _built(library: str) -> bool:
     return native.available(library)
 

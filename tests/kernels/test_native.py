@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanok3.kernels import native
 
@@ -225,3 +226,13 @@ for _ in range(2):
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=60)
     assert result.stdout.split() == ["True", "True"], result.stderr
     assert result.stderr.count("no C++ compiler found") == 1
+
+
+def test_the_mark_for_tracing_is_torchs_own() -> None:
+    def ours() -> bool:
+        return True
+
+    def theirs() -> bool:
+        return True
+
+    assert vars(native.constant_when_traced(ours)) == vars(torch.compiler.assume_constant_result(theirs))
