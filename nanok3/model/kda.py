@@ -359,7 +359,7 @@ def kda(
     if backend not in ("auto", "cpu", "fla"):
         raise ValueError(f"backend is {backend!r}; allowed: 'auto', 'reference', 'torch', 'cpu', 'fla'")
     if v.is_cuda if backend == "auto" else backend == "fla":
-        result = _kda_fla(*arguments)
+        result = _kda_fla(*arguments, named=backend == "fla")
     else:
         result = _kda_cpu(*arguments)
     if result is not None:
@@ -405,28 +405,17 @@ def _kda_fla(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     scale: float | None,
+    named: bool,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """fla-core's kernels on CUDA, imported when first needed; None where the package or the device is missing."""
-    if not v.is_cuda or v.dtype == torch.float64:
+    """fla-core's kernels on CUDA, or None where they do not apply: float64, no fla-core, float32 unless TF32 is allowed
+    or the backend was named."""
+    if not v.is_cuda:
         return None
-    try:
-        from fla.ops.kda import chunk_kda, fused_recurrent_kda
-    except ImportError:
-        return None
-    one_token = v.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled()
-    run = fused_recurrent_kda if one_token else chunk_kda  # the recurrent kernel has no backward
-    o, final = run(
-        q=q,
-        k=k,
-        v=v,
-        g=log_decay,
-        beta=beta,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-    )
-    return o, final if output_final_state else None
+    from nanok3.kernels.gpu import fla
+
+    inputs = (q, k, v, log_decay, beta)
+    result = fla.kda(*inputs, initial_state, output_final_state, cu_seqlens, scale, tf32=named)
+    return None if result is NotImplemented else result
 
 
 def _check(
