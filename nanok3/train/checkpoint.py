@@ -97,7 +97,8 @@ def latest(run: Path) -> tuple[Path | None, list[str]]:
 def load_checkpoint(checkpoint: Path) -> tuple[K3, dict[str, Any]]:
     """The model (float32 masters) and the trainer's state. The hashes are checked by `latest` or `verify`."""
     model = load(checkpoint / "model", dtype=torch.float32)
-    trainer: dict[str, Any] = torch.load(checkpoint / "trainer.pt", weights_only=True)
+    # Whatever wrote it: the trainer moves each tensor to where its parameter is.
+    trainer: dict[str, Any] = torch.load(checkpoint / "trainer.pt", weights_only=True, map_location="cpu")
     return model, trainer
 
 

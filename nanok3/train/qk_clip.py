@@ -183,7 +183,8 @@ class QKClip:
         if unknown:
             raise ValueError(f"QK-Clip state names layers {unknown}; this model has {list(self.layers)}")
         self.steps = state["steps"]
-        self._largest = {name: t.clone() for name, t in state["largest"].items()}
+        devices = {name: next(layer.parameters()).device for name, layer in self.layers.items()}
+        self._largest = {name: t.to(devices[name], copy=True) for name, t in state["largest"].items()}
 
 
 def _arguments(x: Tensor, cu_seqlens: Tensor | None = None, cache: Any = None) -> tuple[Tensor, Tensor | None]:

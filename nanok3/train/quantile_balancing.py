@@ -99,7 +99,15 @@ def count_required(
     required = cutoffs(scores + bias, chosen) - scores
     place = required.sub_(low).div_(width).int().clamp_(0, bins - 1)
     place += torch.arange(experts, dtype=torch.int32, device=scores.device) * bins
-    return torch.bincount(place.flatten(), minlength=experts * bins).view(experts, bins)
+    return _tally(place.flatten(), experts * bins).view(experts, bins)
+
+
+def _tally(index: Int[Tensor, " n"], size: int) -> Int[Tensor, " size"]:
+    """How often each of 0 .. size - 1 occurs. On a GPU bincount would wait to learn the largest entry."""
+    if index.is_cpu:
+        return torch.bincount(index, minlength=size)
+    index = index.long()
+    return torch.zeros(size, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))
 
 
 def quantiles(
@@ -178,7 +186,8 @@ class QuantileBalancer:
         }
         self.update_bias, self.ema, self.bins = update_bias, ema, bins
         self._top_k: int | None = None
-        self._mask: Tensor | None = None
+        self._rows: Tensor | None = None
+        self._tokens = 0
         self.counts = self._empty()
         """int64 (layers, E, bins + 1): the histograms, and the load in the last column."""
 
@@ -191,7 +200,8 @@ class QuantileBalancer:
     def observe(self, mask: Bool[Tensor, "*b"] | None = None) -> Iterator[None]:
         """Count what the routers see inside. `mask` is true for real tokens, one entry for each token of the
         microbatch; padding must not vote."""
-        self._mask = None if mask is None else mask.flatten()
+        if mask is not None:
+            self._tokens, self._rows = mask.numel(), mask.flatten().nonzero()[:, 0]  # once, not in every layer
         handles = [
             module.register_forward_hook(self._hook(layer)) for layer, module in enumerate(self.routers.values())
         ]
@@ -200,7 +210,7 @@ class QuantileBalancer:
         finally:
             for handle in handles:
                 handle.remove()
-            self._mask = None
+            self._rows = None
 
     @torch.no_grad()
     def step(self, all_reduce: Callable[[Tensor], Any] | None = None) -> list[RouterLoad]:
@@ -238,14 +248,14 @@ class QuantileBalancer:
             if not module.training or torch._C._current_graph_task_id() != -1:
                 return
             scores, chosen = routing.scores.detach(), routing.chosen
-            if self._mask is not None:
-                if len(self._mask) != len(scores):
-                    raise ValueError(f"the mask has {len(self._mask)} tokens; router {layer} saw {len(scores)}")
-                scores, chosen = scores[self._mask], chosen[self._mask]
+            if self._rows is not None:
+                if self._tokens != len(scores):
+                    raise ValueError(f"the mask has {self._tokens} tokens; router {layer} saw {len(scores)}")
+                scores, chosen = scores[self._rows], chosen[self._rows]
             self._top_k = chosen.shape[1]
             counts = self.counts[layer]
             counts[:, :-1] += count_required(scores, chosen, _bias(module), self.bins)
-            counts[:, -1] += torch.bincount(chosen.flatten(), minlength=len(counts))
+            counts[:, -1] += _tally(chosen.flatten(), len(counts))
 
         return count
 
