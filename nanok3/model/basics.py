@@ -25,10 +25,25 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Float[Tensor, "... i"]) -> Float[Tensor, "... o"]:
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight.to(x.dtype))
 
     def reset_parameters(self, std: float) -> None:
         nn.init.normal_(self.weight, std=std)
+
+
+def linear(x: Float[Tensor, "... i"], weight: Float[Tensor, "o i"]) -> Float[Tensor, "... o"]:
+    """x W^T by torch, or by our own product on a processor for which torch has no fast one: bf16 without instructions
+    for bf16 above all."""
+    y = _linear_cpu(x, weight)
+    return F.linear(x, weight) if y is None else y
+
+
+def _linear_cpu(x: Tensor, weight: Tensor) -> Tensor | None:
+    """Our own product, or None where it does not apply or is not the faster one."""
+    from nanok3.kernels import linear_cpu
+
+    y = linear_cpu.linear(x, weight) if linear_cpu.preferred(x.dtype) else NotImplemented
+    return None if y is NotImplemented else y
 
 
 class RMSNorm(nn.Module):

@@ -6,8 +6,9 @@
     z = W_down x                                  the latent in which the experts work
     y = W_up RMSNorm( sum_e p_e Expert_e(z) ) + Shared(x),     Expert_e(z) = w2 SiTU(w1 z, w3 z)
 
-`routed_reference` goes token by token; `routed` sorts the tokens by expert and runs all experts in three grouped
-products. Without a latent (kimi_linear) z = x, and W_up and the norm are absent.
+`routed_reference` goes token by token. `routed` does the same for all tokens of an expert at once: for inference in one
+native call that reads the chosen experts' weights as they are stored, else (training, other devices) by sorting the
+tokens and three grouped products. Without a latent (kimi_linear) z = x, and W_up and the norm are absent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 from nanok3.config import K3Config
@@ -88,8 +89,8 @@ class Experts(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """The routed experts in their stored MXFP4 bytes, decoded one expert at a time when tokens arrive for it. For
-    inference: 0.53 bytes a weight, and an expert nobody chose costs nothing."""
+    """The routed experts in their stored MXFP4 bytes, decoded only where tokens arrive for an expert. For inference:
+    0.53 bytes a weight, and an expert nobody chose costs nothing."""
 
     def __init__(self, cfg: K3Config) -> None:
         super().__init__()
@@ -114,8 +115,12 @@ class PackedExperts(nn.Module):
         return F.linear(hidden, self.weight("w2", e, z))
 
     def weight(self, name: str, e: int, like: Tensor) -> Tensor:
-        packed, scale = self.get_buffer(f"{name}_packed")[e], self.get_buffer(f"{name}_scale")[e]
-        return dequantize_mxfp4(packed, scale, like.dtype)
+        packed, scale = self.stored(name)
+        return dequantize_mxfp4(packed[e], scale[e], like.dtype)
+
+    def stored(self, name: str) -> tuple[UInt8[Tensor, "E O half"], UInt8[Tensor, "E O blocks"]]:
+        """A stack of matrices as bytes: nibbles and scales."""
+        return self.get_buffer(f"{name}_packed"), self.get_buffer(f"{name}_scale")
 
     def reset_parameters(self, std: float) -> None:
         raise ValueError("packed experts hold stored bytes and cannot be initialised; build the model without them")
@@ -124,8 +129,11 @@ class PackedExperts(nn.Module):
 def grouped_linear(
     x: Float[Tensor, "m I"], weight: Float[Tensor, "E O I"], counts: Int[Tensor, " E"]
 ) -> Float[Tensor, "m O"]:
-    """Rows of expert e times weight[e]^T; rows are sorted by expert. One grouped product where torch has it (rows of
-    a multiple of 16 bytes, not float64), else a loop over the experts that have rows."""
+    """Rows of expert e times weight[e]^T; rows are sorted by expert. One grouped product, ours on a CPU and else
+    torch's where it has one (rows of a multiple of 16 bytes, not float64), or a loop over the experts with rows."""
+    product = _grouped_cpu(x, weight, counts)
+    if product is not None:
+        return product
     whole_rows = x.shape[1] * x.element_size() % 16 == 0 and weight.shape[1] * x.element_size() % 16 == 0
     if x.dtype in (torch.float32, torch.bfloat16) and whole_rows and x.shape[0]:
         return _grouped_product(x, weight, counts)
@@ -136,6 +144,17 @@ def grouped_linear(
 def _grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     product: Tensor = _Contiguous.apply(F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32)))
     return product
+
+
+def _grouped_cpu(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor | None:
+    """The C++ form, or None where it does not apply: another device, float64, no compiler; or where torch has fast
+    bf16 products."""
+    from nanok3.kernels import linear_cpu
+
+    if x.dtype == torch.bfloat16 and not linear_cpu.preferred(torch.bfloat16):
+        return None
+    product = linear_cpu.grouped_linear(x, weight, counts)
+    return None if product is NotImplemented else product
 
 
 class _Contiguous(torch.autograd.Function):
@@ -163,6 +182,29 @@ def routed_reference(
 
 def routed(experts: Experts | PackedExperts, z: Float[Tensor, "n L"], routing: Routing) -> Float[Tensor, "n L"]:
     """`routed_reference`, all tokens of an expert at once."""
+    y = _routed_cpu(experts, z, routing)
+    return routed_sorted(experts, z, routing) if y is None else y
+
+
+def _routed_cpu(experts: Experts | PackedExperts, z: Tensor, routing: Routing) -> Tensor | None:
+    """Everything in one call of C++ that sums in float32 and rounds once, or None where it does not apply: gradients,
+    another device, float64, no compiler."""
+    from nanok3.kernels import linear_cpu
+
+    w1, w2, w3 = (
+        linear_cpu.Packed(*experts.stored(name)) if isinstance(experts, PackedExperts) else experts.get_parameter(name)
+        for name in ("w1", "w2", "w3")
+    )
+    cfg = experts.cfg
+    swiglu, situ = (None, None), (cfg.activation_situ_beta or 1.0, cfg.activation_situ_linear_beta)
+    y = linear_cpu.routed(
+        z, routing.chosen, routing.weights, (w1, w2, w3), swiglu if cfg.hidden_act == "silu" else situ
+    )
+    return None if y is NotImplemented else y
+
+
+def routed_sorted(experts: Experts | PackedExperts, z: Float[Tensor, "n L"], routing: Routing) -> Float[Tensor, "n L"]:
+    """Sort by expert, run the experts, sort back, sum."""
     tokens, per_token = routing.chosen.shape
     flat = routing.chosen.flatten()
     order = flat.argsort(stable=True)

@@ -1,0 +1,236 @@
+"""Linear maps and routed experts on a CPU: the torch face of `cpu/linear.cpp`.
+
+    linear           y = x W^T
+    grouped_linear   y = x W_e^T, rows sorted by expert, counts[e] of them for expert e
+    routed           y_t = sum over the chosen experts of p_te W2_e SiTU(W1_e z_t, W3_e z_t)
+
+Sums are float32 and rounded once. Weights are read as they are stored, float32, bf16 or MXFP4, and never copied.
+`linear` and `grouped_linear` are differentiable where inputs and weights are of one type; packed weights and `routed`
+are for inference. What the kernel cannot take (other types or devices, no compiler) returns NotImplemented, and the
+caller falls back to its torch form.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from types import NotImplementedType
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from nanok3.kernels import native, rows
+
+PACKED = 2
+"""MXFP4's number in cpu/formats.h, after those of `rows.DTYPES`."""
+PARTS_AT_ONCE = 1 << 26
+"""Numbers that `routed` holds between the experts and their weighted sum: 256 MiB."""
+
+
+class Packed(NamedTuple):
+    """MXFP4 matrices: two weights a byte, the even column in the low half, and a scale byte for 32 columns."""
+
+    nibbles: UInt8[Tensor, "*b O half"]
+    scale: UInt8[Tensor, "*b O blocks"]
+
+
+Weight = Tensor | Packed
+
+
+@native.constant_when_traced
+def preferred(dtype: torch.dtype) -> bool:
+    """Whether plain products of this type are faster here than torch's. By what the processor can do, not by timing:
+
+    - bf16 without instructions for it: torch multiplies number by number, some 60 times slower than float32
+    - float32 on AMD processors with AVX-512: torch's library does not use these vectors there
+    """
+    if dtype == torch.bfloat16:
+        return not _features() & {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+    return dtype == torch.float32 and {"avx512f", "amd"} <= _features()
+
+
+@functools.cache
+def _features() -> set[str]:
+    return set(native.cpu_features().lower().replace(":", " ").split())
+
+
+def linear(x: Float[Tensor, "*b I"], weight: Weight) -> Float[Tensor, "*b O"] | NotImplementedType:
+    """weight (O, I), or packed. Differentiable for a plain weight of x's type."""
+    outputs, inputs = _shape(weight)
+    if x.shape[-1] != inputs or not _takes(x, weight):
+        return NotImplemented
+    flat = x.reshape(-1, inputs)
+    if not rows.through_torch(x, *_tensors(weight)):
+        return _forward(flat, weight, *_one_group(flat)).view(*x.shape[:-1], outputs)
+    return _linear(flat, weight).view(*x.shape[:-1], outputs) if _differentiable(x, weight) else NotImplemented
+
+
+def grouped_linear(
+    x: Float[Tensor, "m I"], weight: Weight, counts: Int[Tensor, " E"]
+) -> Float[Tensor, "m O"] | NotImplementedType:
+    """weight (E, O, I), or packed; the counts add up to m. Differentiable for a plain weight of x's type."""
+    experts, _, inputs = _shape(weight)
+    if (counts.shape[0], x.shape[1]) != (experts, inputs) or counts.dtype != torch.int64 or not _takes(x, weight):
+        return NotImplemented
+    if not rows.through_torch(x, *_tensors(weight)):
+        return grouped_forward(x, weight, counts)
+    return _grouped(x, weight, counts) if _differentiable(x, weight) else NotImplemented
+
+
+def routed(
+    z: Float[Tensor, "n L"],
+    chosen: Int[Tensor, "n N"],
+    weights: Float[Tensor, "n N"],
+    matrices: tuple[Weight, Weight, Weight],
+    betas: tuple[float | None, float | None],
+) -> Float[Tensor, "n L"] | NotImplementedType:
+    """The answers of the chosen experts, weighed and summed in the order of `chosen`. matrices: W1 and W3 (E, F, L)
+    with W2 (E, L, F) between them, all in one format. betas: the two caps, None where there is none (both: SwiGLU).
+    For inference: without gradients."""
+    if not all(_takes(z, w) for w in matrices) or len({_format(w) for w in matrices}) != 1:
+        return NotImplemented
+    if rows.through_torch(z, weights, *(x for w in matrices for x in _tensors(w))):
+        return NotImplemented
+    E, F, L = _shape(matrices[0])
+    assert z.shape[1] == L and _shape(matrices[1]) == (E, L, F) and _shape(matrices[2]) == (E, F, L)
+    y = torch.empty(z.shape, dtype=z.dtype)
+    size = max(1, PARTS_AT_ONCE // max(1, chosen.shape[1] * L))
+    for start in range(0, z.shape[0], size):
+        some = slice(start, start + size)
+        _routed(z[some], chosen[some], weights[some], matrices, betas, y[some])
+    return y
+
+
+def _tensors(weight: Weight) -> list[Tensor]:
+    return list(weight) if isinstance(weight, Packed) else [weight]
+
+
+def _shape(weight: Weight) -> tuple[int, ...]:
+    """Of the matrices that a weight stands for."""
+    return (*weight.nibbles.shape[:-1], 2 * weight.nibbles.shape[-1]) if isinstance(weight, Packed) else weight.shape
+
+
+def _format(weight: Weight) -> int:
+    return PACKED if isinstance(weight, Packed) else rows.DTYPES[weight.dtype]
+
+
+def _takes(x: Tensor, weight: Weight) -> bool:
+    if not isinstance(weight, Packed):
+        return rows.supported("linear", x) and rows.supported("linear", weight)
+    return rows.supported("linear", x) and all(
+        w.dtype == torch.uint8 and w.is_cpu and type(w) is Tensor for w in weight
+    )
+
+
+def _differentiable(x: Tensor, weight: Weight) -> bool:
+    return isinstance(weight, Tensor) and weight.dtype == x.dtype
+
+
+def _pointers(weight: Weight) -> tuple[list[Tensor], int, int]:
+    """The memory of a weight (kept by whoever holds the list), its address and that of its scales."""
+    parts = [w.contiguous() for w in _tensors(weight)]
+    return parts, parts[0].data_ptr(), parts[1].data_ptr() if len(parts) > 1 else 0
+
+
+def _one_group(x: Tensor) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+    """All rows belong to one weight: their count in memory, and its address."""
+    counts = (ctypes.c_int64 * 1)(x.shape[0])
+    return counts, ctypes.addressof(counts)
+
+
+def _forward(x: Tensor, weight: Weight, counts: object, address: int, experts: int = 1) -> Tensor:
+    x = x.contiguous()
+    parts, data, scale = _pointers(weight)
+    outputs = parts[0].shape[-2]
+    y = torch.empty(x.shape[0], outputs, dtype=x.dtype)
+    number = rows.DTYPES[x.dtype]
+    run = rows.function("linear", "linear_forward", "ptpptnnpnptn")
+    shape = (_format(weight), outputs, x.shape[1])
+    run(x.data_ptr(), number, data, scale, *shape, address, experts, y.data_ptr(), number, torch.get_num_threads())
+    return y
+
+
+def _gradients(d_out: Tensor, x: Tensor, weight: Tensor, counts: object, address: int, experts: int) -> list[Tensor]:
+    d_out, x, weight = d_out.to(x.dtype).contiguous(), x.contiguous(), weight.contiguous()
+    dx, dw = torch.empty_like(x), torch.empty_like(weight)
+    number, threads = rows.DTYPES[x.dtype], torch.get_num_threads()
+    shape = (number, *weight.shape[-2:], address, experts)
+    inputs = rows.function("linear", "linear_inputs", "pptnnpnpn")
+    inputs(d_out.data_ptr(), weight.data_ptr(), *shape, dx.data_ptr(), threads)
+    weights = rows.function("linear", "linear_weights", "pptnnpnpn")
+    weights(d_out.data_ptr(), x.data_ptr(), *shape, dw.data_ptr(), threads)
+    return [dx, dw]
+
+
+def linear_forward(x: Tensor, weight: Tensor) -> Tensor:
+    return _forward(x, weight, *_one_group(x))
+
+
+def linear_backward(d_out: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+    """Gradients of x and weight."""
+    return _gradients(d_out, x, weight, *_one_group(x), 1)
+
+
+def grouped_forward(x: Tensor, weight: Weight, counts: Tensor) -> Tensor:
+    counts = _checked(counts, x)
+    return _forward(x, weight, counts, counts.data_ptr(), counts.numel())
+
+
+def grouped_backward(d_out: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -> list[Tensor]:
+    """Gradients of x and weight; the latter zero for experts without rows."""
+    counts = _checked(counts, x)
+    return _gradients(d_out, x, weight, counts, counts.data_ptr(), counts.numel())
+
+
+def _checked(counts: Tensor, x: Tensor) -> Tensor:
+    """Counts that the kernel may follow without leaving x."""
+    if int(counts.sum()) != x.shape[0] or (counts.numel() and int(counts.min()) < 0):
+        raise ValueError(
+            f"counts is {counts.tolist()}; it must hold no negative number and add up to {x.shape[0]} rows"
+        )
+    return counts.contiguous()
+
+
+def _routed(
+    z: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    matrices: tuple[Weight, Weight, Weight],
+    betas: tuple[float | None, float | None],
+    y: Tensor,
+) -> None:
+    z, chosen, weights = z.contiguous(), chosen.contiguous(), weights.float().contiguous()
+    held = [_pointers(w) for w in matrices]
+    first = held[0][0][0]
+    experts, inner = first.shape[:2]
+    (n, per_token), latent = chosen.shape, z.shape[1]
+    if n and not 0 <= int(chosen.min()) <= int(chosen.max()) < experts:
+        raise ValueError(f"chosen holds an expert outside 0 ... {experts - 1}")
+    parts = torch.empty(n * per_token, latent)
+    memory = [address for _, *pair in held for address in pair]
+    caps = (math.inf if beta is None else beta for beta in betas)
+    run = rows.function("linear", "routed_experts", "ptnppnntppppppnnffppn")
+    shape = (z.data_ptr(), rows.DTYPES[z.dtype], n, chosen.data_ptr(), weights.data_ptr(), per_token, experts)
+    after = (inner, latent, *caps, parts.data_ptr(), y.data_ptr(), torch.get_num_threads())
+    run(*shape, _format(matrices[0]), *memory, *after)
+
+
+_linear = rows.operator(
+    "linear",
+    "Tensor x, Tensor weight",
+    linear_forward,
+    linear_backward,
+    gradients=2,
+    fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]),
+)
+_grouped = rows.operator(
+    "grouped_linear",
+    "Tensor x, Tensor weight, Tensor counts",
+    grouped_forward,
+    grouped_backward,
+    gradients=2,
+    fake=lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1]),
+)
