@@ -26,6 +26,7 @@ namespace {
 constexpr int C = 16;     // tokens in a chunk
 constexpr int P = 32;     // value columns in a panel
 constexpr int BLOCK = 4;  // chunks between two saved states
+constexpr bool kWide = W == 16;  // 32 registers of 16 numbers; otherwise 16 of them, too few to hold a column of a chunk
 
 }  // namespace
 
@@ -157,36 +158,44 @@ void decay_keys(const Problem& p, const Size& z, Chunk& c, Recurrence& rec) {
   }
 }
 
-// N, M and L, four rows by two columns at a time: row j of `moved` is k_j decayed on to the row before.
-void pair_matrices(const Problem& p, const Size& z, Chunk& c, float* moved) {
-  memcpy(moved, c.k, size_t(C) * z.Kp * 4);
-  for (int row = 0; row < C; row += 4)
-    for (int j = 0; j < row + 4; j += 2) {
-      vf n[4][2] = {}, m[4][2] = {};
-      float *first = moved + j * z.Kp, *second = first + z.Kp;
-      for (int col = 0; col < z.Kp; col += W) {
-        vf a = load(first + col), b = load(second + col);
-        UNROLL
-        for (int r = 0; r < 4; ++r) {
-          const int at = (row + r) * z.Kp + col;
-          vf decay = load(c.decay + at), k = load(c.k + at), q = load(c.q + at);
-          if (row + r > j) a *= decay;
-          if (row + r > j + 1) b *= decay;
-          n[r][0] += a * k, n[r][1] += b * k;
-          m[r][0] += a * q, m[r][1] += b * q;
-        }
-        store(first + col, a), store(second + col, b);
-      }
-      UNROLL
-      for (int r = 0; r < 4; ++r)
-        UNROLL
-        for (int s = 0; s < 2; ++s) {
-          const int at = (row + r) * C + j + s;
-          c.n[at] = sum(n[r][s]);
-          c.m[at] = sum(m[r][s]) * p.scale;
-          c.l[at] = c.n[at] * c.beta[row + r];
-        }
+// Rows row..row + R of N, M and L in columns j and j + 1, R rows as many as registers allow; the first row lies `kAfter`
+// tokens after column j (2 stands for 2 or more). Row j of `moved` is k_j decayed on to the row before.
+template <int R, int kAfter>
+INLINE void pair_tile(const Problem& p, const Size& z, Chunk& c, float* moved, int row, int j) {
+  vf n[R][2] = {}, m[R][2] = {};
+  float *first = moved + j * z.Kp, *second = first + z.Kp;
+  for (int col = 0; col < z.Kp; col += W) {
+    vf a = load(first + col), b = load(second + col);
+    UNROLL
+    for (int r = 0; r < R; ++r) {
+      const int at = (row + r) * z.Kp + col;
+      vf decay = load(c.decay + at), k = load(c.k + at), q = load(c.q + at);
+      if (kAfter + r > 0) a *= decay;
+      if (kAfter + r > 1) b *= decay;
+      n[r][0] += a * k, n[r][1] += b * k;
+      m[r][0] += a * q, m[r][1] += b * q;
     }
+    store(first + col, a), store(second + col, b);
+  }
+  UNROLL
+  for (int r = 0; r < R; ++r)
+    UNROLL
+    for (int s = 0; s < 2; ++s) {
+      const int at = (row + r) * C + j + s;
+      c.n[at] = sum(n[r][s]);
+      c.m[at] = sum(m[r][s]) * p.scale;
+      c.l[at] = c.n[at] * c.beta[row + r];
+    }
+}
+
+void pair_matrices(const Problem& p, const Size& z, Chunk& c, float* moved) {
+  constexpr int R = kWide ? 4 : 2;
+  memcpy(moved, c.k, size_t(C) * z.Kp * 4);
+  for (int row = 0; row < C; row += R) {
+    for (int j = 0; j < row; j += 2) pair_tile<R, 2>(p, z, c, moved, row, j);
+    pair_tile<R, 0>(p, z, c, moved, row, row);
+    if (R == 4) pair_tile<R, -2>(p, z, c, moved, row, row + 2);
+  }
 }
 
 template <bool kBackward>
@@ -195,8 +204,8 @@ void prepare(const Problem& p, const Size& z, const Task& t, int64_t token, Chun
   c.count = int(t.end - token < C ? t.end - token : C);
   read_keys(p, z, t, c);
   decay_keys<kBackward>(p, z, c, rec);
-  transpose(c.hat, z.Kp, C, z.Kp, rec.hat_t, 2 * C);
-  transpose(c.hat + C * z.Kp, z.Kp, C, z.Kp, rec.hat_t + C, 2 * C);
+  if (kWide) transpose(c.hat, z.Kp, C, z.Kp, rec.hat_t, 2 * C);
+  if (kWide) transpose(c.hat + C * z.Kp, z.Kp, C, z.Kp, rec.hat_t + C, 2 * C);
   if (kBackward) transpose(rec.end, z.Kp, C, z.Kp, c.end_t, C);
   pair_matrices(p, z, c, rec.moved);
 }
@@ -216,9 +225,11 @@ void write_panel(void* base, Type type, const Problem& p, const Size& z, const T
 }
 
 // predicted = hat S: rows 0..15 what the decayed state returns for each key, 16..31 for each query.
-void predict(const Size& z, const Recurrence& rec, const float* state, float* predicted, Ahead& ahead) {
-  product<1, P>(
-      2 * C, z.Kp, rec.hat_t, 2 * C, state, P, [&](int r, int s, vf acc) { store(predicted + r * P + s, acc); }, ahead);
+void predict(const Size& z, const Chunk& c, const Recurrence& rec, const float* state, float* predicted,
+             Ahead& ahead) {
+  auto keep = [&](int r, int s, vf acc) { store(predicted + r * P + s, acc); };
+  if (kWide) product<P>(2 * C, z.Kp, rec.hat_t, 1, 2 * C, state, P, keep, ahead);
+  else product<P>(2 * C, z.Kp, c.hat, z.Kp, 1, state, P, keep, ahead);
 }
 
 // Solves (I + L) vt = beta x by substitution for one vector of columns; y holds x, then vt.
@@ -232,7 +243,7 @@ INLINE void substitute(const Chunk& c, vf (&y)[C]) {
 }
 
 // x = v - prediction, vt, and out = q's prediction + M vt in place of v; x is kept where there is room for it.
-void correct(const Chunk& c, const float* predicted, float* v, float* x, float* vt) {
+void correct_wide(const Chunk& c, const float* predicted, float* v, float* x, float* vt) {
   for (int col = 0; col < P; col += W) {
     vf y[C];
     UNROLL
@@ -253,9 +264,43 @@ void correct(const Chunk& c, const float* predicted, float* v, float* x, float* 
   }
 }
 
+// The same row by row with four vectors of columns at a time: each row of vt read once serves vt and out.
+void correct_narrow(const Chunk& c, const float* predicted, float* v, float* x, float* vt) {
+  for (int col = 0; col < P; col += 4 * W)
+    for (int i = 0; i < C; ++i) {
+      vf y[4], out[4];
+      UNROLL
+      for (int s = 0; s < 4; ++s) {
+        const int at = i * P + col + s * W;
+        y[s] = load(v + at) - load(predicted + at);
+        if (x) store(x + at, y[s]);
+        y[s] *= c.beta[i];
+        out[s] = load(predicted + C * P + at);
+      }
+      for (int j = 0; j < i; ++j) {
+        vf l = splat(c.l[i * C + j]), m = splat(c.m[i * C + j]);
+        UNROLL
+        for (int s = 0; s < 4; ++s) {
+          vf earlier = in_register(load(vt + j * P + col + s * W));
+          y[s] -= l * earlier, out[s] += m * earlier;
+        }
+      }
+      UNROLL
+      for (int s = 0; s < 4; ++s) {
+        const int at = i * P + col + s * W;
+        store(vt + at, y[s]);
+        store(v + at, out[s] + y[s] * c.m[i * C + i]);
+      }
+    }
+}
+
+void correct(const Chunk& c, const float* predicted, float* v, float* x, float* vt) {
+  (kWide ? correct_wide : correct_narrow)(c, predicted, v, x, vt);
+}
+
 // vt from the errors.
 void correct_again(const Chunk& c, const float* x, float* vt) {
-  for (int col = 0; col < P; col += W) {
+  for (int col = 0; kWide && col < P; col += W) {
     vf y[C];
     UNROLL
     for (int i = 0; i < C; ++i) y[i] = load(x + i * P + col);
@@ -263,19 +308,32 @@ void correct_again(const Chunk& c, const float* x, float* vt) {
     UNROLL
     for (int i = 0; i < C; ++i) store(vt + i * P + col, y[i]);
   }
+  for (int col = 0; !kWide && col < P; col += 4 * W)
+    for (int i = 0; i < C; ++i) {
+      vf y[4];
+      UNROLL
+      for (int s = 0; s < 4; ++s) y[s] = load(x + i * P + col + s * W) * c.beta[i];
+      for (int j = 0; j < i; ++j) {
+        vf l = splat(c.l[i * C + j]);
+        UNROLL
+        for (int s = 0; s < 4; ++s) y[s] -= l * load(vt + j * P + col + s * W);
+      }
+      UNROLL
+      for (int s = 0; s < 4; ++s) store(vt + i * P + col + s * W, y[s]);
+    }
 }
 
 // next = Diag(E_C) state + end^T vt
 void advance(const Size& z, const Chunk& c, const Recurrence& rec, const float* state, const float* vt, float* next,
              Ahead& ahead) {
-  product<1, P>(
-      z.Kp, C, rec.end, z.Kp, vt, P,
+  product<P>(
+      z.Kp, C, rec.end, 1, z.Kp, vt, P,
       [&](int r, int s, vf acc) { store(next + r * P + s, load(state + r * P + s) * c.total[r] + acc); }, ahead);
 }
 
 // Steps of `predict` and of `advance`, for a chunk.
-int predict_depth(const Size& z) { return z.panels * z.Kp * (2 * C / 8); }
-int advance_depth(const Size& z) { return z.panels * z.Kp * (C / 8); }
+int predict_depth(const Size& z) { return z.panels * z.Kp * (2 * C / kTileRows) * (P / tile_columns(P)); }
+int advance_depth(const Size& z) { return z.panels * z.Kp * (C / kTileRows) * (P / tile_columns(P)); }
 
 void read_state(const float* src, const Size& z, float* state) {  // (K, V) -> panels; null is zero
   memset(state, 0, z.state() * 4);
@@ -336,7 +394,7 @@ void forward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, 
     for (int panel = 0; panel < z.panels; ++panel) {
       float* s = state + size_t(panel) * z.Kp * P;
       read_panel(p.v, p.v_type, p, z, t, c, panel, v);
-      predict(z, rec, s, predicted, ahead);
+      predict(z, c, rec, s, predicted, ahead);
       correct(c, predicted, v, errors ? errors + panel * C * P : nullptr, c.vt);
       write_panel(o, p.v_type, p, z, t, c, panel, v);
       advance(z, c, rec, s, c.vt, s, ahead);
@@ -375,32 +433,54 @@ struct Scratch {
   }
 };
 
+// Of one vector: -dY and -dX for the products to come, dX = dV, and b's part.
+INLINE void keep_solved(const Chunk& c, const float* x, int i, int col, vf y, Scratch& s) {
+  const int at = i * P + col;
+  vf dx = y * c.beta[i];
+  store(s.dbeta + i * W, load(s.dbeta + i * W) + y * load(x + at));
+  store(s.dy + at, -y);
+  store(s.rows + at, -dx);
+  store(s.rows + C * P + at, load(s.dy + C * P + at));
+  store(s.v + at, dx);
+}
+
 // dVt = M^T dO + end dS;  (I + L)^T dY = dVt by substitution from the last token;  dX = b dY.
 void solve_transposed(const Chunk& c, const float* x, const float* d_vt, Scratch& s) {
-  for (int col = 0; col < P; col += W) {
+  const float* d_o = s.dy + C * P;
+  for (int col = 0; kWide && col < P; col += W) {
     vf y[C];
     UNROLL
     for (int i = 0; i < C; ++i) y[i] = load(d_vt + i * P + col);
     UNROLL
     for (int j = 0; j < C; ++j) {
-      vf d_o = load(s.dy + (C + j) * P + col);
+      vf d = load(d_o + j * P + col);
       UNROLL
-      for (int i = 0; i <= j; ++i) y[i] += splat(c.m[j * C + i]) * d_o;
+      for (int i = 0; i <= j; ++i) y[i] += splat(c.m[j * C + i]) * d;
     }
     UNROLL
     for (int j = C - 1; j >= 0; --j)
       UNROLL
       for (int i = 0; i < j; ++i) y[i] -= splat(c.l[j * C + i]) * y[j];
     UNROLL
-    for (int i = 0; i < C; ++i) {
-      vf dx = y[i] * c.beta[i];
-      store(s.dbeta + i * W, load(s.dbeta + i * W) + y[i] * load(x + i * P + col));
-      store(s.dy + i * P + col, -y[i]);
-      store(s.rows + i * P + col, -dx);
-      store(s.rows + (C + i) * P + col, load(s.dy + (C + i) * P + col));
-      store(s.v + i * P + col, dx);
-    }
+    for (int i = 0; i < C; ++i) keep_solved(c, x, i, col, y[i], s);
   }
+  for (int col = 0; !kWide && col < P; col += 4 * W)
+    for (int i = C - 1; i >= 0; --i) {
+      vf y[4], later[4] = {};
+      UNROLL
+      for (int v = 0; v < 4; ++v)
+        y[v] = load(d_vt + i * P + col + v * W) + load(d_o + i * P + col + v * W) * c.m[i * C + i];
+      for (int j = i + 1; j < C; ++j) {
+        vf l = splat(c.l[j * C + i]), m = splat(c.m[j * C + i]);
+        UNROLL
+        for (int v = 0; v < 4; ++v) {
+          const int at = j * P + col + v * W;
+          y[v] += m * load(d_o + at), later[v] += l * load(s.dy + at);
+        }
+      }
+      UNROLL
+      for (int v = 0; v < 4; ++v) keep_solved(c, x, i, col + v * W, y[v] + later[v], s);
+    }
 }
 
 // Everything of the chunk's chain rule that touches one panel of the state.
@@ -409,8 +489,8 @@ void backward_panel(const Problem& p, const Size& z, const Task& t, const Gradie
   const float *x = c.x + panel * C * P, *vt = c.vt + panel * C * P;
   float* d_state = s.d_state + size_t(panel) * z.Kp * P;
   read_panel(g.d_o, p.v_type, p, z, t, c, panel, s.dy + C * P);
-  product<1, P>(
-      C, z.Kp, c.end_t, C, d_state, P, [&](int r, int q, vf acc) { store(s.dvt + r * P + q, acc); }, ahead);
+  product<P>(
+      C, z.Kp, c.end_t, 1, C, d_state, P, [&](int r, int q, vf acc) { store(s.dvt + r * P + q, acc); }, ahead);
   solve_transposed(c, x, s.dvt, s);
   write_panel(g.dv, p.v_type, p, z, t, c, panel, s.v);
   transpose(s.dy, P, 2 * C, P, s.dy_t, 2 * C);
@@ -418,11 +498,11 @@ void backward_panel(const Problem& p, const Size& z, const Task& t, const Gradie
   auto add_to = [](float* base, int stride) {
     return [=](int r, int q, vf acc) { store(base + r * stride + q, load(base + r * stride + q) + acc); };
   };
-  product<1, C>(2 * C, P, s.dy_t, 2 * C, s.vt_t, C, add_to(s.dpair, C));
-  product<P, C>(z.Kp, P, d_state, 1, s.vt_t, C, add_to(s.dend_t, C), ahead);
-  product<P, 2 * C>(z.Kp, P, state, 1, s.dy_t, 2 * C, add_to(s.dhat_t, 2 * C), ahead);
-  product<1, P>(
-      z.Kp, 2 * C, c.hat, z.Kp, s.rows, P,
+  product<C>(2 * C, P, s.dy_t, 1, 2 * C, s.vt_t, C, add_to(s.dpair, C));
+  product<C>(z.Kp, P, d_state, P, 1, s.vt_t, C, add_to(s.dend_t, C), ahead);
+  product<2 * C>(z.Kp, P, state, P, 1, s.dy_t, 2 * C, add_to(s.dhat_t, 2 * C), ahead);
+  product<P>(
+      z.Kp, 2 * C, c.hat, 1, z.Kp, s.rows, P,
       [&](int r, int q, vf acc) {
         vf d = load(d_state + r * P + q);
         store(s.dtotal + r * W, load(s.dtotal + r * W) + load(state + r * P + q) * d);
@@ -432,7 +512,10 @@ void backward_panel(const Problem& p, const Size& z, const Task& t, const Gradie
 }
 
 // Steps of those products, for a chunk.
-int backward_depth(const Size& z) { return z.panels * z.Kp * (C / 8 + 3 * P / 8); }
+int backward_depth(const Size& z) { 
+  const int columns = tile_columns(P);
+  return z.panels * z.Kp * (C * P / columns + P * C / tile_columns(C) + P * 2 * C / tile_columns(2 * C) + 2 * C * P / columns) / kTileRows;
+}
 
 // dO of a chunk and where its gradients go.
 void add_outputs(const Problem& p, const Task& t, const Gradients& g, const Chunk& c, Ahead& ahead) {

@@ -48,11 +48,24 @@ INLINE vf splat(float x) {
 INLINE float sum(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)x);
+#elif defined(__AVX__)
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return four[0] + four[1];
 #else
-  float total = 0;
-  for (int i = 0; i < W; ++i) total += x[i];
-  return total;
+  return (x[0] + x[2]) + (x[1] + x[3]);
 #endif
+}
+
+// x, but in a register: a compiler may take it for free to read a vector from memory again at every use, though
+// the reads of a product are as scarce as its multiply-adds.
+INLINE vf in_register(vf x) {
+#if defined(__x86_64__)
+  __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(x));
+#endif
+  return x;
 }
 
 // e^x for x <= 0 to about one unit in the last place (Cephes: x = n ln 2 + r, polynomial in r); e^0 is 1.
@@ -102,7 +115,10 @@ INLINE void write_one(void* base, int64_t i, Type type, float x) {
 // dst[0:n] = base[at : at+n] as float32, dst[n:padded] = 0.
 INLINE void read_row(const void* base, int64_t at, Type type, int n, int padded, float* dst) {
   if (type == kFloat32) {
-    memcpy(dst, static_cast<const float*>(base) + at, size_t(n) * 4);
+    const float* src = static_cast<const float*>(base) + at;
+    int i = 0;
+    for (; i + W <= n; i += W) store(dst + i, load(src + i));
+    for (; i < n; ++i) dst[i] = src[i];
   } else {
     const uint16_t* src = static_cast<const uint16_t*>(base) + at;
     for (int i = 0; i < n; ++i) dst[i] = widen(src[i]);
@@ -112,12 +128,45 @@ INLINE void read_row(const void* base, int64_t at, Type type, int n, int padded,
 
 INLINE void write_row(void* base, int64_t at, Type type, int n, const float* src) {
   if (type == kFloat32) {
-    memcpy(static_cast<float*>(base) + at, src, size_t(n) * 4);
+    float* dst = static_cast<float*>(base) + at;
+    int i = 0;
+    for (; i + W <= n; i += W) store(dst + i, load(src + i));
+    for (; i < n; ++i) dst[i] = src[i];
   } else {
     uint16_t* dst = static_cast<uint16_t*>(base) + at;
     for (int i = 0; i < n; ++i) dst[i] = narrow(src[i]);
   }
 }
+
+#if defined(__AVX__) && !defined(__AVX512F__)
+// W x W numbers.
+INLINE void transpose_square(const float* src, ptrdiff_t lds, float* dst, ptrdiff_t ldd) {
+  __m256 r[8], t[8];
+  UNROLL
+  for (int i = 0; i < 4; ++i) {  // halves of 4 columns, so that the lanes need no exchange afterwards
+    const float *upper = src + i * lds, *lower = src + (i + 4) * lds;
+    r[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(upper)), _mm_loadu_ps(lower), 1);
+    r[4 + i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(upper + 4)), _mm_loadu_ps(lower + 4), 1);
+  }
+  UNROLL
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    _mm256_storeu_ps(dst + i * ldd, _mm256_shuffle_ps(t[i], t[i + 2], 0x44));
+    _mm256_storeu_ps(dst + (i + 1) * ldd, _mm256_shuffle_ps(t[i], t[i + 2], 0xee));
+    _mm256_storeu_ps(dst + (i + 2) * ldd, _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44));
+    _mm256_storeu_ps(dst + (i + 3) * ldd, _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee));
+  }
+}
+#elif !defined(__AVX512F__)
+INLINE void transpose_square(const float* src, ptrdiff_t lds, float* dst, ptrdiff_t ldd) {
+  for (int j = 0; j < W; ++j)
+    for (int i = 0; i < W; ++i) dst[j * ldd + i] = src[i * lds + j];
+}
+#endif
 
 // dst (16 columns x 16 rows, row stride ldd) = transpose of src (16 rows x 16 columns, row stride lds).
 INLINE void transpose16(const float* src, ptrdiff_t lds, float* dst, ptrdiff_t ldd) {
@@ -144,8 +193,8 @@ INLINE void transpose16(const float* src, ptrdiff_t lds, float* dst, ptrdiff_t l
     _mm512_storeu_ps(dst + (12 + i) * ldd, _mm512_shuffle_f32x4(b, d, 0xdd));
   }
 #else
-  for (int j = 0; j < 16; ++j)
-    for (int i = 0; i < 16; ++i) dst[j * ldd + i] = src[i * lds + j];
+  for (int i = 0; i < 16; i += W)
+    for (int j = 0; j < 16; j += W) transpose_square(src + i * lds + j, lds, dst + j * ldd + i, ldd);
 #endif
 }
 
@@ -186,13 +235,17 @@ struct NothingAhead {
   void during(int) {}
 };
 
-// The product every kernel is made of: for r < m, s < N:  acc[r][s] = sum_{p<n} a[p*ap + r*RS] * b[p*bp + s],
-// handed to done(r, s, acc) one vector at a time. A tile of MR rows x NV vectors stays in registers.
+// Rows and columns of the tile of a product that stays in registers, for a result N columns wide.
+constexpr int kTileRows = W == 16 ? 8 : 4;
+constexpr int tile_columns(int N) { return N < (W == 4 ? 4 : 2) * W ? N : (W == 4 ? 4 : 2) * W; }
+
+// The product every kernel is made of: for r < m, s < N:  acc[r][s] = sum_{p<n} a[r*ar + p*ap] * b[p*bp + s],
+// handed to done(r, s, acc) one vector at a time. A tile of kTileRows x tile_columns(N) stays in registers.
 // m is a multiple of 8, N of 16.
-template <int RS, int N, class Done, class Fetch>
-INLINE void product(int m, int n, const float* a, ptrdiff_t ap, const float* b, ptrdiff_t bp, Done done, Fetch& ahead) {
-  constexpr int NV = N / W < (W == 4 ? 4 : 2) ? N / W : (W == 4 ? 4 : 2);
-  constexpr int MR = W == 16 ? 8 : 4;
+template <int N, class Done, class Fetch>
+INLINE void product(int m, int n, const float* a, ptrdiff_t ar, ptrdiff_t ap, const float* b, ptrdiff_t bp, Done done,
+                    Fetch& ahead) {
+  constexpr int MR = kTileRows, NV = tile_columns(N) / W;
   for (int row = 0; row < m; row += MR)
     for (int col = 0; col < N; col += NV * W) {
       vf acc[MR][NV];
@@ -200,14 +253,14 @@ INLINE void product(int m, int n, const float* a, ptrdiff_t ap, const float* b, 
       for (int r = 0; r < MR; ++r)
         UNROLL
         for (int s = 0; s < NV; ++s) acc[r][s] = vf{};
-      const float *x = a + row * RS, *y = b + col;
+      const float *x = a + row * ar, *y = b + col;
       for (int p = 0; p < n; ++p, x += ap, y += bp) {
         vf right[NV];
         UNROLL
-        for (int s = 0; s < NV; ++s) right[s] = load(y + s * W);
+        for (int s = 0; s < NV; ++s) right[s] = in_register(load(y + s * W));
         UNROLL
         for (int r = 0; r < MR; ++r) {
-          vf left = splat(x[r * RS]);
+          vf left = splat(x[r * ar]);
           UNROLL
           for (int s = 0; s < NV; ++s) acc[r][s] += left * right[s];
         }
@@ -220,10 +273,10 @@ INLINE void product(int m, int n, const float* a, ptrdiff_t ap, const float* b, 
     }
 }
 
-template <int RS, int N, class Done>
-INLINE void product(int m, int n, const float* a, ptrdiff_t ap, const float* b, ptrdiff_t bp, Done done) {
+template <int N, class Done>
+INLINE void product(int m, int n, const float* a, ptrdiff_t ar, ptrdiff_t ap, const float* b, ptrdiff_t bp, Done done) {
   NothingAhead nothing;
-  product<RS, N>(m, n, a, ap, b, bp, done, nothing);
+  product<N>(m, n, a, ar, ap, b, bp, done, nothing);
 }
 
 // Scratch memory of one thread, kept between calls: fresh pages cost more than the arithmetic on them.
