@@ -8,9 +8,9 @@
     experts.0.w1, experts.1.w1, ...            ffn_gate_exps, one stack; w2 is down, w3 is up
 
 Matrices take the type asked for; vectors, the router and the convolutions stay float32, which that program's operators
-ask for. Names and keys are those that its loader looks up (src/models/kimi-k3.cpp, llama-arch.cpp). Three of its
-constants are not in the file: it uses rms_norm_eps for the two norms inside MLA and for the unit length of q and k,
-where K3 has 1e-6. On random weights that moves the logits by 2e-6 of their size.
+ask for. Names and keys are those that its loader looks up (src/models/kimi-k3.cpp, llama-arch.cpp). It uses
+rms_norm_eps for the two norms inside MLA and for the unit length of q and k, where K3 has 1e-6; the file has no place
+for them, and the logits hardly notice (2e-6 of their size on random weights).
 """
 
 from __future__ import annotations

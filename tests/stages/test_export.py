@@ -25,16 +25,14 @@ CONFIG = nanok3.K3Config.tiny().with_vocabulary(600)
 
 
 def random_model(cfg: nanok3.K3Config) -> nanok3.K3:
-    """Weights of which none is zero, the queries over depth included."""
+    """Weights that keep a signal's size, none of them zero."""
     model = nanok3.K3(cfg)
     with torch.no_grad():
         for name, value in model.named_parameters():
-            if name.endswith("_res_proj.weight"):
-                value.normal_(std=0.2)
-            elif value.ndim == 1 and "norm" in name:
+            if value.ndim > 1:
+                value.normal_(std=1 if "embed_tokens" in name else value.shape[-1] ** -0.5)
+            else:
                 value.add_(0.1 * torch.randn_like(value))
-            elif name.endswith("weight") and value.ndim > 1:
-                value.mul_(4)
         for value in model.buffers():
             value.add_(0.05 * torch.randn_like(value))
     return model
@@ -241,7 +239,7 @@ def test_llama_cpp_computes_our_logits(folders: dict[str, Path], tmp_path: Path,
     with torch.no_grad():
         ours = nanok3.load(folders["float32"], dtype=torch.float64)(ids[None]).logits[0]
     error = (theirs - ours).norm(dim=1) / ours.norm(dim=1)
-    assert error.max() < 1e-4, error.max()
+    assert error.max() < 3e-5, error.max()
 
 
 @peer
