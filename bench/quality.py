@@ -7,6 +7,8 @@
     python bench/quality.py --ablate          K3 with one mechanism exchanged, for 3 CPU-minutes
     python bench/quality.py --table           what has been measured so far
 
+The runs begin with the tuning where there was none: two hours and a half in all on a quiet machine.
+
 Contenders: K3; GPT-2 with AdamW; a modern dense GPT with Muon (nanok3/baselines). All read the same prepared text with
 the same tokenizer, and none sees a text twice. The clock, also that of the schedule, is the CPU time of the process, so
 that warm-up and decay run to exactly the budget; building the model and measuring it are not counted. Bits per byte are
@@ -22,7 +24,6 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import os
 import resource
 import statistics
 import time
@@ -31,6 +32,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import tyro
 
@@ -44,7 +46,7 @@ from nanok3.data.prepared import Prepared
 from nanok3.eval.bits_per_byte import bits_per_byte
 from nanok3.model.decoder import K3
 from nanok3.train.loop import Trainer
-from nanok3.train.machine import describe, keep_freed_memory
+from nanok3.train.machine import keep_freed_memory
 from nanok3.train.settings import TrainSettings
 
 TUNING = ((6, 1.0), (2, 3.0))
@@ -55,12 +57,13 @@ SHARED = {"save_every": 0, "eval_every": 0, "sample_every": 0, "log_seconds": 60
 
 
 @dataclass
-class Options:
+class Options(harness.Options):
+    rounds: int = 3
+    """Seeds: 0, 1, ..."""
     tune: bool = False
     ablate: bool = False
     table: bool = False
-    contenders: list[str] = field(default_factory=lambda: ["k3", "gpt2", "modern_gpt"])
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    contenders: list[str] = field(default_factory=lambda: list(CANDIDATES))
     minutes: float = 10.0
     """CPU-minutes of a run."""
     ablation_minutes: float = 3.0
@@ -68,6 +71,8 @@ class Options:
     """Where the machine has bfloat16 products; float32 otherwise."""
     data: Path = Path("runs/quality/data")
     out: Path = Path("runs/quality")
+    """Folder of the single runs."""
+    json: Path = Path("runs/bench/quality.json")
 
 
 # ---------------------------------------------------------------------- contenders
@@ -200,8 +205,7 @@ def run(job: Job) -> None:
         "cpu_seconds": progress.seconds,
         "wall_seconds": time.monotonic() - began,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-        "load": os.getloadavg()[0],
-        "machine": describe(),
+        "machine": harness.machine(1),
         "bits_per_byte": held_out(model, data, settings.seq_len, TUNING_BYTES if job.tuning else None),
     }
     write_file(job.result, (json.dumps(found, indent=1) + "\n").encode())
@@ -255,87 +259,89 @@ def tune(options: Options) -> None:
                 job = Job(candidate, minutes, 0, options.data, options.bf16, True, result)
                 scores[name][number] = done(job)["bits_per_byte"]["all"]
         left = {name: sorted(cs, key=lambda c: scores[name][c[0]]) for name, cs in left.items()}
-    chosen_file = options.out / "chosen.json"
-    chosen = json.loads(chosen_file.read_text()) if chosen_file.exists() else {}
-    chosen |= {name: asdict(candidates[0][1]) for name, candidates in left.items()}
-    write_file(chosen_file, (json.dumps(chosen, indent=1) + "\n").encode())
-
-
-def chosen_candidate(options: Options, name: str) -> Candidate:
     path = options.out / "chosen.json"
-    chosen = json.loads(path.read_text()) if path.exists() else {}
-    if name not in chosen:
-        raise SystemExit(f"{path} has no {name!r}: run with --tune first")
-    return Candidate(**chosen[name])
+    winners = json.loads(path.read_text()) if path.exists() else {}
+    winners |= {name: asdict(candidates[0][1]) for name, candidates in left.items()}
+    write_file(path, (json.dumps(winners, indent=1) + "\n").encode())
+
+
+def chosen(options: Options, name: str) -> Candidate:
+    """What the tuning has found, which is done first where it was not."""
+    path = options.out / "chosen.json"
+    if not path.exists() or name not in json.loads(path.read_text()):
+        tune(replace(options, contenders=[name]))
+    return Candidate(**json.loads(path.read_text())[name])
 
 
 def final_jobs(options: Options) -> Iterator[Job]:
     """Seed by seed, the contenders in turn."""
-    for seed in options.seeds:
-        for name in options.contenders:
-            result = options.out / f"final-{options.minutes:g}" / f"{name}-{seed}.json"
-            yield Job(chosen_candidate(options, name), options.minutes, seed, options.data, options.bf16, False, result)
+    candidates = {name: chosen(options, name) for name in options.contenders}
+    for seed in range(options.rounds):
+        for name, candidate in candidates.items():
+            yield Job(
+                candidate, options.minutes, seed, options.data, options.bf16, False, result_of(options, name, seed)
+            )
 
 
-def ablate(options: Options) -> None:
-    for name, candidate in ablations(chosen_candidate(options, "k3")).items():
+def result_of(options: Options, name: str, seed: int) -> Path:
+    return options.out / f"final-{options.minutes:g}" / f"{name}-{seed}.json"
+
+
+def ablate(options: Options) -> list[dict[str, Any]]:
+    found = {}
+    for name, candidate in ablations(chosen(options, "k3")).items():
         result = options.out / "ablations" / f"{name.replace(' ', '-')}.json"
-        done(Job(candidate, options.ablation_minutes, 0, options.data, options.bf16, False, result))
+        found[name] = done(Job(candidate, options.ablation_minutes, 0, options.data, options.bf16, False, result))
+    return [record(name, [run], found["whole"]) for name, run in found.items()]
 
 
 # ---------------------------------------------------------------------- tables
 
 
-def table(options: Options) -> str:
-    """Mean and spread over the seeds of every contender, in bits per byte."""
+def records(options: Options) -> list[dict[str, Any]]:
+    """A record for each contender that has finished a run."""
     finished: dict[str, list[dict[str, Any]]] = {}
-    for job in final_jobs(options):
-        if job.result.exists():
-            finished.setdefault(job.candidate.contender, []).append(json.loads(job.result.read_text()))
-    if not finished:
-        return "nothing is finished yet"
-    slices = list(next(iter(finished.values()))[0]["bits_per_byte"])
-    lines = [
-        f"| {options.minutes:g} CPU-minutes, one thread | seeds | parameters | tokens | tok/s | {' | '.join(slices)} |",
-        "|---" * (5 + len(slices)) + "|",
-    ]
-    for name, runs in finished.items():
-        scores = [summary([r["bits_per_byte"][s] for r in runs]) for s in slices]
-        tokens, rate = (statistics.mean(r[key] for r in runs) for key in ("tokens", "tokens_per_cpu_second"))
-        counts = f"{len(runs)} | {runs[0]['parameters'] / 1e6:.2f} M | {tokens / 1e6:.2f} M | {rate:.0f}"
-        lines.append(f"| {name} | {counts} | {' | '.join(scores)} |")
-    return "\n".join(lines + comparisons(finished))
+    for name in options.contenders:
+        files = [result_of(options, name, seed) for seed in range(options.rounds)]
+        finished[name] = [json.loads(file.read_text()) for file in files if file.exists()]
+    ours = finished.get("k3", [])
+    return [record(name, runs, *ours) for name, runs in finished.items() if runs]
 
 
-def summary(values: list[float]) -> str:
-    spread = f" ± {(max(values) - min(values)) / 2:.3f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.3f}{spread}"
-
-
-def comparisons(finished: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """How far K3 lies below each rival, over the seeds that both have."""
-    lines = []
-    for name, runs in finished.items():
-        theirs = {r["seed"]: r["bits_per_byte"]["all"] for r in runs}
-        pairs = [(r["bits_per_byte"]["all"], theirs[r["seed"]]) for r in finished.get("k3", []) if r["seed"] in theirs]
-        if name != "k3" and pairs:
-            shares = [f"{100 * (1 - ours / other):+.1f} %" for ours, other in pairs]
-            lines.append(f"K3 below {name}, seed by seed: {', '.join(shares)}")
-    return ["", *lines] if lines else []
+def record(name: str, runs: list[dict[str, Any]], *ours: dict[str, Any]) -> dict[str, Any]:
+    """Means over the seeds; `spread` is half the range of all bits per byte; `k3_lower_by_share` compares seed by seed
+    with `ours` and takes the least."""
+    totals = {run["seed"]: run["bits_per_byte"]["all"] for run in runs}
+    lower = [1 - o["bits_per_byte"]["all"] / totals[o["seed"]] for o in ours if o["seed"] in totals]
+    return {
+        "contender": name,
+        "seeds": len(runs),
+        "parameters_M": runs[0]["parameters"] / 1e6,
+        "tokens_M": statistics.mean(run["tokens"] for run in runs) / 1e6,
+        "tokens_s": statistics.mean(run["tokens_per_cpu_second"] for run in runs),
+        "peak_MB": max(run["peak_rss_mb"] for run in runs),
+        # As text: the tables would round them to two digits.
+        **{s: f"{statistics.mean(run['bits_per_byte'][s] for run in runs):.4f}" for s in runs[0]["bits_per_byte"]},
+        "spread": f"{(max(totals.values()) - min(totals.values())) / 2:.4f}",
+        "k3_lower_by_share": min(lower) if lower else None,
+    }
 
 
 def main(options: Options) -> None:
     unknown = sorted(set(options.contenders) - set(CANDIDATES))
     if unknown:
         raise SystemExit(f"contenders: {unknown} are unknown; allowed: {', '.join(CANDIDATES)}")
+    if options.threads != 1:
+        raise SystemExit(f"threads is {options.threads}; the clock is the CPU time of one thread")
     if options.tune:
         tune(options)
     elif options.ablate:
-        ablate(options)
-    elif not options.table:
-        for job in final_jobs(options):
+        harness.print_table(ablate(options))
+    else:
+        for job in [] if options.table else final_jobs(options):
             done(job)
-    print(table(options) if not options.tune else json.dumps(json.loads((options.out / "chosen.json").read_text())))
+        harness.print_table(records(options))
+        harness.write_json(options.json, records(options), options)
 
 
 if __name__ == "__main__":
