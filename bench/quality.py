@@ -142,10 +142,8 @@ def ablations(chosen: Candidate) -> dict[str, Candidate]:
         "SwiGLU for SiTU": {"hidden_act": "silu"},
     }
     found = {name: replace(chosen, size=chosen.size | size) for name, size in sizes.items()}
-    found["AdamW for Muon"] = replace(
-        chosen,
-        train=chosen.train | {"optimizer": "adamw", "lr": chosen.train["lr"] * chosen.train["adam_lr_scale"] / 2},
-    )
+    adamw = {"optimizer": "adamw", "lr": chosen.train["lr"] * chosen.train["adam_lr_scale"] / 2, "adam_lr_scale": 1.0}
+    found["AdamW for Muon"] = replace(chosen, train=chosen.train | adamw)
     return found
 
 
