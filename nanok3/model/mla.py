@@ -12,6 +12,9 @@ no position. Two forms of the same numbers:
     expanded   make k and v for every head, then ordinary attention: cheapest when all tokens are new
     absorbed   move W_k into the query and W_v behind the sum, and attend to the rows themselves: what decoding wants,
                since q_h . W_k,h c = (W_k,h^T q_h) . c; the scale stays 192^-1/2
+
+Absorbed queries and sums are L wide instead of 192 and 128: above some hundred new tokens it is cheaper to expand the
+old rows once more.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from nanok3.model.cache import LatentCache
 
 SCORES_AT_ONCE = 1 << 26
 """Scores that the absorbed form holds at a time: 256 MiB in float32."""
+EXPANDED_AT_MOST = 1 << 28
+"""Numbers of keys and values that are made of rows read before."""
 
 
 def causal_attention_reference(
@@ -46,20 +51,37 @@ def causal_attention(
     scale: float,
     cu_seqlens: Int[Tensor, " n1"] | None = None,
 ) -> Float[Tensor, "B T H V"]:
-    """The same for T = S without a T x T matrix, document by document. V is padded to K channels, since torch's fused
-    attention on a CPU wants both alike and else falls back to the whole matrix. The result stays float32: rounding the
-    output before the gate has a bias that training picks up (report 2.1)."""
+    """The same for T = S without a T x T matrix, document by document. The result stays float32: rounding the output
+    before the gate has a bias that training picks up (report 2.1)."""
+    bounds = [0, q.shape[1]] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
+    # Split, not sliced: the backward of a split writes each gradient once, that of a slice fills the whole row anew.
+    lengths = [end - start for start, end in zip(bounds, bounds[1:])]
+    documents = zip(*(x.split(lengths, dim=1) for x in (q, k, v)))
+    parts = [_attend(a, b, c, scale) for a, b, c in documents if a.shape[1]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) if parts else at_least_float32(v)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """One document. For torch, V is padded to K channels: its fused attention on a CPU wants both alike and else falls
+    back to the whole matrix."""
+    o = attention_cpu(q, k, v, scale)
+    if o is not None:
+        return o
     channels = v.shape[-1]
     v = F.pad(v, (0, max(0, q.shape[-1] - channels)))
     q, k, v = (at_least_float32(x).transpose(1, 2) for x in (q, k, v))
-    bounds = [0, q.shape[2]] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[2])
-    # Split, not sliced: the backward of a split writes each gradient once, that of a slice fills the whole row anew.
-    lengths = [end - start for start, end in zip(bounds, bounds[1:])]
-    documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)))
-    attend = F.scaled_dot_product_attention
-    parts = [attend(a, b, c, is_causal=True, scale=scale) for a, b, c in documents if a.shape[2]]
-    o = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) if parts else v
-    return o[..., :channels].transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[..., :channels].transpose(1, 2)
+
+
+def attention_cpu(
+    q: Float[Tensor, "B T H K"], k: Float[Tensor, "B S H K"], v: Float[Tensor, "B S H V"], scale: float
+) -> Float[Tensor, "B T H V"] | None:
+    """`causal_attention_reference` in C++, or None where it does not apply: gradients, another device, float64, no
+    compiler."""
+    from nanok3.kernels import attention_cpu
+
+    o = attention_cpu.causal_attention(q, k, v, scale)
+    return None if o is NotImplemented else o
 
 
 def latent_attention(
@@ -124,7 +146,7 @@ class GatedMLA(nn.Module):
         """x: the normed layer input. A cache is advanced by x's tokens, which also read what it held before."""
         q, latents = self.queries(x), self.latents(x)
         if cache is not None and cache.tokens:
-            o = self._absorbed(q, cache.append(latents))
+            o = self._with_earlier(q, cache.append(latents))
         else:
             if cache is not None:
                 cache.append(latents)
@@ -160,6 +182,17 @@ class GatedMLA(nn.Module):
     def queries_keys(self, x: Float[Tensor, "B T D"]) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H K"]]:
         """What the softmax compares; for observers such as QK-Clip."""
         return self.queries(x), self.keys_values(self.latents(x))[0]
+
+    def _with_earlier(self, q: Tensor, latents: Tensor) -> Tensor:
+        """The last queries of `latents`, in the form that multiplies less."""
+        o = attention_cpu(q, *self.keys_values(latents), self.scale) if self._expansion_pays(q, latents) else None
+        return self._absorbed(q, latents) if o is None else o
+
+    def _expansion_pays(self, q: Tensor, latents: Tensor) -> bool:
+        made = self.nope + self.v_dim
+        saved_per_query = 2 * self.cfg.kv_lora_rank - made
+        small = latents.shape[0] * latents.shape[1] * self.heads * (made + self.rope) <= EXPANDED_AT_MOST
+        return small and q.shape[1] * saved_per_query > made * self.cfg.kv_lora_rank and not torch.is_grad_enabled()
 
     def _absorbed(self, q: Tensor, latents: Tensor) -> Tensor:
         kv_b = self.kv_b_proj.weight.to(q.dtype).unflatten(0, (self.heads, self.nope + self.v_dim))

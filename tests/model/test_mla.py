@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanok3.config import K3Config
+from nanok3.kernels import native
 from nanok3.model import mla as mla_module
 from nanok3.model.cache import LatentCache
 from nanok3.model.mla import GatedMLA, causal_attention, causal_attention_reference, latent_attention
@@ -239,3 +240,18 @@ def test_bfloat16_in_bfloat16_out():
     for got in (low, torch.cat(parts, dim=1)):
         assert ((got.float() - exact).norm() / exact.norm()).item() < 0.02
     assert cache.latents.dtype == torch.bfloat16
+
+
+def test_many_new_tokens_expand_the_old_rows_once_more(monkeypatch):
+    """The form that multiplies less is taken, and it changes rounding only."""
+    cfg, module = layer(torch.float32, kv_lora_rank=160)
+    module.eval()
+    x = inputs(cfg, 360, batch=1).float()
+    with torch.no_grad():
+        whole = module(x)
+        absorbed, forms = module._absorbed, []
+        monkeypatch.setattr(module, "_absorbed", lambda q, rows: forms.append(q.shape[1]) or absorbed(q, rows))
+        cache = new_cache(cfg, 1, torch.float32)
+        parts = [module(some, cache=cache) for some in x.split([20, 300, 39, 1], dim=1)]
+    assert forms == ([39, 1] if native.available("attention") else [300, 39, 1])
+    close(torch.cat(parts, dim=1), whole, 2e-4)
