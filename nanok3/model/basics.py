@@ -6,6 +6,8 @@ their input, so the dtype of the embedding output decides the precision of the w
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -78,12 +80,24 @@ def rms_normalize(x: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... d
 
 def check_cu_seqlens(cu_seqlens: Int[Tensor, " n"], batch: int, tokens: int) -> list[int]:
     """The document boundaries of a packed row as a list; ValueError unless they cover it from 0 to its end."""
-    bounds = [int(b) for b in cu_seqlens.tolist()]
+    bounds = _read_once(cu_seqlens, _version(cu_seqlens)) if cu_seqlens.is_cuda else _read(cu_seqlens)
     if batch != 1:
         raise ValueError(f"cu_seqlens describes one packed row, but the batch holds {batch}; flatten it to 1 first")
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in zip(bounds, bounds[1:])):
         raise ValueError(f"cu_seqlens must rise from 0 to the row's {tokens} tokens, got {_shortened(bounds)}")
     return bounds
+
+
+def _read(cu_seqlens: Tensor) -> list[int]:
+    return [int(b) for b in cu_seqlens.tolist()]
+
+
+_read_once = functools.lru_cache(maxsize=4)(lambda cu_seqlens, version: _read(cu_seqlens))
+"""For all layers of a forward, since reading waits for the GPU; the version tells a tensor written into since."""
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def _shortened(bounds: list[int]) -> str:

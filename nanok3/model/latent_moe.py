@@ -13,7 +13,8 @@ tokens and three grouped products. Without a latent (kimi_linear) z = x, and W_u
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +76,9 @@ class Experts(nn.Module):
     def forward(self, z: Float[Tensor, "m L"], counts: Int[Tensor, " E"]) -> Float[Tensor, "m L"]:
         """z: token copies sorted by expert, the first counts[0] for expert 0, and so on."""
         w1, w2, w3 = (w.to(z.dtype) for w in (self.w1, self.w2, self.w3))
+        y = _experts_cuda(self.cfg, z, (w1, w2, w3), counts)
+        if y is not None:
+            return y
         hidden = activation(self.cfg, grouped_linear(z, w1, counts), grouped_linear(z, w3, counts))
         return grouped_linear(hidden, w2, counts)
 
@@ -103,6 +107,9 @@ class PackedExperts(nn.Module):
     def forward(self, z: Float[Tensor, "m L"], counts: Int[Tensor, " E"]) -> Float[Tensor, "m L"]:
         if self.training and torch.is_grad_enabled():
             raise ValueError("packed experts are for inference; load with a dtype to train")
+        y = _experts_cuda(self.cfg, z, tuple(self.stored(name) for name in ("w1", "w2", "w3")), counts)
+        if y is not None:
+            return y
         parts, start = [], 0
         for e, count in enumerate(counts.tolist()):
             if count:
@@ -195,12 +202,37 @@ def _routed_cpu(experts: Experts | PackedExperts, z: Tensor, routing: Routing) -
         linear_cpu.Packed(*experts.stored(name)) if isinstance(experts, PackedExperts) else experts.get_parameter(name)
         for name in ("w1", "w2", "w3")
     )
-    cfg = experts.cfg
-    swiglu, situ = (None, None), (cfg.activation_situ_beta or 1.0, cfg.activation_situ_linear_beta)
-    y = linear_cpu.routed(
-        z, routing.chosen, routing.weights, (w1, w2, w3), swiglu if cfg.hidden_act == "silu" else situ
-    )
+    y = linear_cpu.routed(z, routing.chosen, routing.weights, (w1, w2, w3), _caps(experts.cfg))
     return None if y is NotImplemented else y
+
+
+def _caps(cfg: K3Config) -> tuple[float | None, float | None]:
+    """The two caps of the activation; without both it is SwiGLU."""
+    return (
+        (None, None) if cfg.hidden_act == "silu" else (cfg.activation_situ_beta or 1.0, cfg.activation_situ_linear_beta)
+    )
+
+
+def _experts_cuda(cfg: K3Config, z: Tensor, weights: tuple[Any, ...], counts: Tensor) -> Tensor | None:
+    """All experts on sorted rows in two Triton kernels, weights plain or as (nibbles, scales), or None where that does
+    not apply: another device, float64, no Triton."""
+    if not z.is_cuda or z.dtype == torch.float64:
+        return None
+    from nanok3.kernels.gpu import language, packed, situ_experts
+
+    if not language.available():
+        return None
+    (w1, w2, w3), (beta, linear_beta) = weights, _caps(cfg)
+    form: Callable[..., Tensor] = situ_experts.expert_mlp if isinstance(w1, Tensor) else packed.packed_expert_mlp
+    return form(z, w1, w2, w3, counts, beta, linear_beta)
+
+
+def tally(index: Int[Tensor, " n"], size: int) -> Int[Tensor, " size"]:
+    """How often each of 0 .. size - 1 occurs. On a GPU bincount would wait to learn the largest entry."""
+    if index.is_cpu:
+        return torch.bincount(index, minlength=size)
+    index = index.long()
+    return torch.zeros(size, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))
 
 
 def routed_sorted(experts: Experts | PackedExperts, z: Float[Tensor, "n L"], routing: Routing) -> Float[Tensor, "n L"]:
@@ -208,7 +240,7 @@ def routed_sorted(experts: Experts | PackedExperts, z: Float[Tensor, "n L"], rou
     tokens, per_token = routing.chosen.shape
     flat = routing.chosen.flatten()
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=experts.cfg.num_experts)
+    counts = tally(flat, experts.cfg.num_experts)
     out = experts(z.index_select(0, order // per_token), counts)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)

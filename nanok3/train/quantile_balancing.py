@@ -29,6 +29,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from nanok3.model.latent_moe import tally
+
 BINS = 1000
 
 
@@ -99,15 +101,7 @@ def count_required(
     required = cutoffs(scores + bias, chosen) - scores
     place = required.sub_(low).div_(width).int().clamp_(0, bins - 1)
     place += torch.arange(experts, dtype=torch.int32, device=scores.device) * bins
-    return _tally(place.flatten(), experts * bins).view(experts, bins)
-
-
-def _tally(index: Int[Tensor, " n"], size: int) -> Int[Tensor, " size"]:
-    """How often each of 0 .. size - 1 occurs. On a GPU bincount would wait to learn the largest entry."""
-    if index.is_cpu:
-        return torch.bincount(index, minlength=size)
-    index = index.long()
-    return torch.zeros(size, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))
+    return tally(place.flatten(), experts * bins).view(experts, bins)
 
 
 def quantiles(
@@ -255,7 +249,7 @@ class QuantileBalancer:
             self._top_k = chosen.shape[1]
             counts = self.counts[layer]
             counts[:, :-1] += count_required(scores, chosen, _bias(module), self.bins)
-            counts[:, -1] += _tally(chosen.flatten(), len(counts))
+            counts[:, -1] += tally(chosen.flatten(), len(counts))
 
         return count
 

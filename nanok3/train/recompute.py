@@ -25,7 +25,8 @@ def recompute_activations(model: K3) -> None:
 def compile_layers(model: K3) -> None:
     """torch.compile both halves of every layer; our operators stay opaque to it, and so does the grouped product, which
     torch 2.13 refuses to trace in float32 although it runs. Minutes of start-up."""
-    latent_moe._grouped_product = torch.compiler.disable(latent_moe._grouped_product)
+    for name in ("_grouped_product", "_experts_cuda"):
+        setattr(latent_moe, name, torch.compiler.disable(getattr(latent_moe, name)))
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
         for half in ("attend", "feed"):

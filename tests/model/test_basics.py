@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nanok3.model import basics
 from nanok3.model.basics import (
     Linear,
     RMSNorm,
@@ -115,3 +116,13 @@ def test_long_boundaries_are_shortened_in_the_message():
 def test_position_in_document(bounds):
     expected = [t for a, b in zip(bounds, bounds[1:]) for t in range(b - a)]
     assert position_in_document(torch.tensor(bounds), 6).tolist() == expected
+
+
+def test_boundaries_are_read_once_and_again_after_they_change():
+    cu_seqlens = torch.tensor([0, 2, 6])
+    first = basics._read_once(cu_seqlens, basics._version(cu_seqlens))
+    assert basics._read_once(cu_seqlens, basics._version(cu_seqlens)) is first and first == [0, 2, 6]
+    cu_seqlens[1] = 3
+    assert basics._read_once(cu_seqlens, basics._version(cu_seqlens)) == [0, 3, 6]
+    with torch.inference_mode():
+        assert basics._version(torch.tensor([0, 6])) == 0

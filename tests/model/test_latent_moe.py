@@ -18,6 +18,7 @@ from nanok3.model.latent_moe import (
     grouped_linear,
     routed,
     routed_reference,
+    tally,
 )
 from nanok3.model.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from nanok3.model.situ import activation
@@ -399,3 +400,11 @@ def test_item_05_w1_is_the_gate_and_w3_the_up_branch():
     close(module.expert(3, z), right)
     swapped = activation(cfg, z @ module.w3[3].T, z @ module.w1[3].T) @ module.w2[3].T
     assert (right - swapped).abs().max() > 0.1
+
+
+def test_a_tally_by_scattering_is_a_bincount():
+    """The form for other devices, whose shape the meta device shows, gives the same numbers."""
+    index = torch.randint(0, 7, (50,), dtype=torch.int32)
+    scattered = torch.zeros(9, dtype=torch.int64).scatter_add_(0, index.long(), torch.ones(50, dtype=torch.int64))
+    assert torch.equal(tally(index, 9), scattered)
+    assert tally(index.to("meta"), 9).shape == (9,)

@@ -14,7 +14,6 @@ from nanok3.config import K3Config
 from nanok3.model.decoder import K3
 from nanok3.train.quantile_balancing import (
     QuantileBalancer,
-    _tally,
     count_required,
     next_bias,
     quantiles,
@@ -437,11 +436,3 @@ def test_only_the_bias_changes_and_only_at_the_step():
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {f"{name}.e_score_correction_bias" for name in balancer.layers}
     assert all(module.e_score_correction_bias.dtype == torch.float32 for module in balancer.routers.values())
-
-
-def test_a_tally_by_scattering_is_a_bincount():
-    """The form for other devices, whose shape the meta device shows, gives the same numbers."""
-    index = torch.randint(0, 7, (50,), dtype=torch.int32)
-    scattered = torch.zeros(9, dtype=torch.int64).scatter_add_(0, index.long(), torch.ones(50, dtype=torch.int64))
-    assert torch.equal(_tally(index, 9), scattered)
-    assert _tally(index.to("meta"), 9).shape == (9,)

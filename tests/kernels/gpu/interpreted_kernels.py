@@ -10,7 +10,9 @@ import pytest
 import torch
 import triton_interpreter
 
+from nanok3.config import K3Config
 from nanok3.kernels.gpu import grouped, packed, situ_experts
+from nanok3.model import latent_moe
 from nanok3.model.latent_moe import grouped_linear
 from nanok3.model.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from nanok3.model.situ import situ_glu_reference
@@ -125,3 +127,27 @@ def test_packed_expert_mlp(counts, dtype):
     w1, w2, w3 = (dequantize_mxfp4(*w, torch.float64) for w in weights)
     got = packed.packed_expert_mlp(z, *weights, counts)
     check([got], [mlp(z.double(), w1, w2, w3, counts, (4.0, 25.0))], BOUND[dtype])
+
+
+class OnCuda(torch.Tensor):
+    """A CPU tensor that says it lies on a GPU, so that the model takes the way it takes there."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_model_calls_them(dtype):
+    cfg = K3Config.tiny()
+    plain, stored = latent_moe.Experts(cfg), latent_moe.PackedExperts(cfg)
+    for name in ("w1", "w2", "w3"):
+        weight = plain.get_parameter(name)
+        halves = quantize_mxfp4(torch.randn_like(weight) * weight.shape[2] ** -0.5)
+        weight.data = dequantize_mxfp4(*halves, torch.float32)
+        for half, value in zip(("packed", "scale"), halves):
+            stored.get_buffer(f"{name}_{half}").copy_(value)
+    counts = torch.tensor([3, 0, 1, 0, 0, 17, 2, 0])
+    z = torch.randn(23, cfg.latent_size).to(dtype)
+    with torch.no_grad():
+        want = [plain.double()(z.double(), counts)]
+        for experts in (plain.float(), stored):
+            check([experts(z.as_subclass(OnCuda), counts).as_subclass(torch.Tensor)], want, BOUND[dtype])
