@@ -1,0 +1,454 @@
+"""The engine: jobs come in from any thread, one thread reads and speaks for all of them, step by step.
+
+    inbox -> waiting -> [ plan -> read -> sample each -> tell its reader ] -> finished
+                            one step, for all running sequences
+
+A job brings its own `Reader`, which takes each token as it is sampled (a parser of the answer, in a server) and says
+when nothing more is needed; and, for structured output, a `Constraint`, which says what may come next. Both belong to
+one job, and so does what goes wrong: an exception in them, a NaN among the logits, a deadline or a client that has gone
+end that job alone, and its pages are free at the next step. Random numbers belong to the job too, so an answer does not
+depend on who else is served.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from nanok3.serve.page_pool import PageLayout, PagePool
+from nanok3.serve.prefix_cache import Picture, PrefixCache, SpanKeys
+from nanok3.serve.sampler import SamplingParams, TokenCounts, adjust, new_generator, sample, tempered
+from nanok3.serve.scheduler import Limits, Memory, Scheduler, Work
+from nanok3.serve.sequence import Sequence, Status
+
+log = logging.getLogger("nanok3")
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Token:
+    """One sampled token, as a reader gets it."""
+
+    id: int
+    logprob: float
+    """Under softmax(z / temperature), as in sampler.sample."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most probable ids with their log-probabilities, as many as were asked for."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    finish_reason: str
+    """'stop' (an end token, or the reader had enough), 'length', 'cancelled', 'timeout' or 'error'."""
+    error: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    said_tokens: int
+    queue_seconds: float
+    """From submission to admission."""
+    first_token_seconds: float | None
+    """From submission to the first token."""
+    seconds: float
+    cache_limit: str | None
+    """Why the prefix hit was not longer (prefix_cache.Match), and at which token."""
+    prompt_logprobs: tuple[Token, ...] = ()
+    """Of prompt tokens 1, 2, ...: what the model gave them, where that was asked for."""
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Takes an answer. Called in the engine's thread, so it must be quick."""
+
+    def push(self, token: Token) -> bool:
+        """One more token; True if nothing more is needed."""
+
+    def finish(self, outcome: Outcome) -> None:
+        """The job has ended; called once, always."""
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """What may be said next."""
+
+    def allowed(self) -> Bool[Tensor, " vocab"] | None:
+        """True for the ids that may come next; None for all."""
+
+    def advance(self, token: int) -> None:
+        """This id was said."""
+
+
+@runtime_checkable
+class Reading(Protocol):
+    """What reads tokens: a model (runner.Runner), or something that plays one (scripted)."""
+
+    layout: PageLayout
+    pages: int
+    arena: Memory
+    vocab_size: int
+    context: int
+
+    def read(self, work: list[Work], all_logits: frozenset[str]) -> dict[str, Tensor | Exception]:
+        """As `Runner.read`."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer that is wanted."""
+
+    prompt: list[int]
+    params: SamplingParams
+    reader: Reader
+    constraint: Constraint | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    """Score the prompt as well; such a job takes nothing from the prefix cache."""
+    priority: int = 0
+    seconds: float | None = None
+    """Time it may take in all; None for as long as it needs."""
+    salt: tuple[bytes, ...] = ()
+    """Jobs with different salts share no cache."""
+    pictures: tuple[Picture, ...] = ()
+    id: str = field(default_factory=lambda: f"job-{next(_numbers)}")
+    cancelled: bool = False
+    """Set by `Engine.cancel`."""
+
+
+class Overloaded(Exception):
+    """The queue is full; `retry_after` seconds is when to ask again."""
+
+    def __init__(self, waiting: int, retry_after: float) -> None:
+        super().__init__(f"{waiting} requests are waiting; try again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class Stopping(Exception):
+    """The engine takes no more jobs."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an engine is set up."""
+
+    hash_block: int = 512
+    """Tokens between two boundaries of the prefix cache."""
+    caching: bool = True
+    max_model_len: int | None = None
+    """Tokens of prompt and answer; None for the model's own context."""
+    max_waiting: int = 1024
+    """Jobs that may wait before more are refused."""
+    check_cache: float = 0.0
+    """Share of the jobs with a cache hit whose first logits are computed again without it and compared."""
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if self.hash_block < 16:
+            raise ValueError(f"hash_block is {self.hash_block}; it must be at least 16 tokens")
+        if not 0 <= self.check_cache <= 1:
+            raise ValueError(f"check_cache is {self.check_cache}; it is a share from 0 to 1")
+
+
+@dataclass(eq=False)
+class _Running:
+    """A job inside the engine."""
+
+    job: Job
+    sequence: Sequence
+    generator: torch.Generator
+    counts: TokenCounts | None
+    submitted: float
+    limit: int
+    """Tokens it may say."""
+    admitted: float | None = None
+    first_token: float | None = None
+    scored: list[Token] = field(default_factory=list)
+
+
+@dataclass
+class Counters:
+    """What was done since the start, for whoever watches."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    said_tokens: int = 0
+    steps: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    checked: int = 0
+    """Cache checks done, and the largest difference of a logit they found."""
+    worst_difference: float = 0.0
+    scheduler_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
+    """Of the last steps: time spent on deciding, without the model."""
+
+
+class Engine:
+    """Serves jobs with one model. `start` its thread, or call `step` yourself."""
+
+    def __init__(
+        self,
+        runner: Reading,
+        ends: set[int],
+        forbidden: list[int],
+        settings: Settings | None = None,
+        freed: Callable[[int], None] | None = None,
+    ) -> None:
+        """ends: ids that end an answer. forbidden: ids that are never said (generate.unnamed_ids). freed: told each
+        page that becomes free."""
+        self.runner, self.ends, self.settings = runner, ends, settings or Settings()
+        self.forbidden = torch.tensor(sorted(forbidden), dtype=torch.int64)
+        self.counters = Counters()
+        layout = runner.layout
+        self.pool = PagePool(runner.pages, freed)
+        self.cache = PrefixCache(self.pool, self.settings.hash_block, layout.page_tokens, len(layout.groups))
+        self.scheduler = Scheduler(self.cache, layout, runner.arena, self.settings.limits, self.settings.caching)
+        self.context = min(runner.context, self.settings.max_model_len or runner.context, self.scheduler.most_tokens)
+        self.weight_version = 0
+        self._inbox: deque[_Running] = deque()
+        self._errands: deque[Callable[[], None]] = deque()
+        self._jobs: dict[str, _Running] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._draining = self._stopped = False
+        self.on_finish: Callable[[Job, Outcome], None] = lambda job, outcome: None
+
+    # ---------------------------------------------------------------- from any thread
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. ValueError for a prompt that cannot be served, Overloaded, Stopping."""
+        self._check(job)
+        with self._changed:
+            if self._draining or self._stopped:
+                raise Stopping("the server is shutting down")
+            waiting = len(self._inbox) + len(self.scheduler.waiting)
+            if waiting >= self.settings.max_waiting:
+                raise Overloaded(waiting, 1.0 + waiting / max(1, self.settings.limits.max_sequences))
+            self._inbox.append(self._running(job))
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Its reader has gone: end it at the next step."""
+        with self._changed:
+            job.cancelled = True
+            self._changed.notify()
+
+    def do(self, errand: Callable[[], None]) -> None:
+        """Run something in the engine's thread between two steps."""
+        with self._changed:
+            self._errands.append(errand)
+            self._changed.notify()
+
+    def flush(self) -> None:
+        """Forget all cached prefixes."""
+        self.do(self.cache.clear)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._inbox) + len(self.scheduler.waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._inbox or self._errands or self._jobs)
+
+    def _check(self, job: Job) -> None:
+        if not job.prompt:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        outside = [token for token in job.prompt if not 0 <= token < self.runner.vocab_size]
+        if outside:
+            raise ValueError(f"the prompt holds id {outside[0]}; ids are 0 to {self.runner.vocab_size - 1}")
+        if len(job.prompt) >= self.context:
+            raise ValueError(f"the prompt has {len(job.prompt)} tokens; the context of {self.context} leaves no answer")
+
+    def _running(self, job: Job) -> _Running:
+        now = time.monotonic()
+        salt = (b"%d" % self.weight_version, *job.salt)
+        salt = (*salt, job.id.encode()) if job.prompt_logprobs else salt
+        keys = SpanKeys(self.settings.hash_block, salt, job.pictures)
+        keys.push(job.prompt)
+        sequence = Sequence(job.id, list(job.prompt), len(job.prompt), keys, job.priority, now)
+        counts = TokenCounts.of(job.prompt, self.runner.vocab_size) if job.params.counts_tokens else None
+        limit = min(job.params.max_tokens, self.context - len(job.prompt))
+        return _Running(job, sequence, new_generator(job.params.seed), counts, now, limit)
+
+    # ---------------------------------------------------------------- the thread
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Take no more jobs and wait until all have ended, or end them after `seconds`. Whether they all finished."""
+        with self._changed:
+            self._draining = True
+            finished = self._changed.wait_for(lambda: self.idle, seconds)
+            self._stopped = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+        return finished
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                while self.idle and not self._stopped:
+                    self._changed.notify_all()
+                    self._changed.wait()
+                if self._stopped:
+                    break
+            self.step()
+        for running in [*self._inbox, *self._jobs.values()]:
+            self._finish(running, "cancelled")
+        self._inbox.clear()
+
+    def step(self) -> None:
+        """One step for all jobs."""
+        began = time.perf_counter()
+        self._run_errands()
+        self._welcome()
+        self._dismiss()
+        work = self.scheduler.plan()
+        for piece in work:
+            running = self._jobs[piece.sequence.id]
+            running.admitted = running.admitted or time.monotonic()
+        deciding = time.perf_counter() - began
+        scored = frozenset(name for name, running in self._jobs.items() if running.job.prompt_logprobs)
+        results = self._read(work, scored)
+        began = time.perf_counter()
+        for piece in work:
+            result = results.get(piece.sequence.id)
+            if isinstance(result, Exception):
+                log.warning("%s failed: %s", piece.sequence.id, result)
+                self._finish(self._jobs[piece.sequence.id], "error", str(result))
+            else:
+                self.scheduler.commit(piece)
+        deciding += time.perf_counter() - began
+        for piece in work:
+            logits = results.get(piece.sequence.id)
+            if isinstance(logits, Tensor) and piece.sequence.status is Status.RUNNING:
+                self._use(self._jobs[piece.sequence.id], piece.start, piece.last, logits)
+        self.counters.steps += 1
+        self.counters.scheduler_seconds.append(deciding)
+
+    def _read(self, work: list[Work], scored: frozenset[str]) -> dict[str, Tensor | Exception]:
+        try:
+            return self.runner.read(work, scored)
+        except Exception as error:  # nobody knows whose fault it was
+            return {piece.sequence.id: error for piece in work}
+
+    def _run_errands(self) -> None:
+        while self._errands:
+            self._errands.popleft()()
+
+    def _welcome(self) -> None:
+        while self._inbox:
+            running = self._inbox.popleft()
+            self._jobs[running.job.id] = running
+            self.scheduler.add(running.sequence)
+            self.counters.prompt_tokens += len(running.job.prompt)
+
+    def _dismiss(self) -> None:
+        now = time.monotonic()
+        for running in list(self._jobs.values()):
+            allowed = running.job.seconds
+            if running.job.cancelled:
+                self._finish(running, "cancelled")
+            elif allowed is not None and now - running.submitted > allowed:
+                self._finish(running, "timeout", f"the request took more than its {allowed:g} seconds")
+
+    def _use(self, running: _Running, start: int, last: bool, logits: Tensor) -> None:
+        """Look at what the model said after a piece; if nothing remains to be read, sample."""
+        try:
+            if running.job.prompt_logprobs and len(running.scored) < len(running.job.prompt) - 1:
+                running.scored += self._score(running, start, logits)
+            if last:
+                self._say(running, logits[-1].cpu())
+        except Exception as error:
+            log.warning("%s failed: %s", running.job.id, error)
+            self._finish(running, "error", str(error))
+
+    def _score(self, running: _Running, start: int, logits: Float[Tensor, "rows vocab"]) -> list[Token]:
+        """What the model gave the prompt's tokens start + 1, ...; plain softmax."""
+        following = running.job.prompt[start + 1 : start + 1 + len(logits)]
+        logp = logits[: len(following)].cpu().double().log_softmax(-1)
+        wanted = running.job.top_logprobs
+        return [Token(t, float(row[t]), _top(row, wanted)) for t, row in zip(following, logp)]
+
+    def _say(self, running: _Running, logits: Float[Tensor, " vocab"]) -> None:
+        job = running.job
+        if bool(logits.isnan().any()):
+            raise ValueError("a logit is NaN: the weights or the computation are broken")
+        logits = logits.index_fill(0, self.forbidden, -torch.inf)
+        allowed = None if job.constraint is None else job.constraint.allowed()
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
+        token, logprob = sample(logits, job.params, running.generator, running.counts)
+        said = Token(token, logprob, self._alternatives(running, logits))
+        self._record(running, said)
+        enough = job.reader.push(said)
+        if enough or token in self.ends or token in job.params.stop_ids:
+            self._finish(running, "stop")
+        elif len(running.sequence.said) >= running.limit:
+            self._finish(running, "length")
+
+    def _alternatives(self, running: _Running, logits: Tensor) -> tuple[tuple[int, float], ...]:
+        if not running.job.top_logprobs:
+            return ()
+        z = adjust(logits, running.job.params, running.counts)
+        temperature = running.job.params.temperature or 1.0
+        return _top(tempered(z, temperature), running.job.top_logprobs)
+
+    def _record(self, running: _Running, said: Token) -> None:
+        running.sequence.say(said.id)
+        if running.counts is not None:
+            running.counts.add(said.id)
+        if running.job.constraint is not None:
+            running.job.constraint.advance(said.id)
+        if running.first_token is None:
+            running.first_token = time.monotonic()
+        self.counters.said_tokens += 1
+
+    def _finish(self, running: _Running, reason: str, error: str | None = None) -> None:
+        """End a job: its memory is free, its reader told."""
+        sequence, now = running.sequence, time.monotonic()
+        if running.job.id in self._jobs:
+            self.scheduler.finish(sequence)
+            del self._jobs[running.job.id]
+        outcome = Outcome(
+            reason,
+            error,
+            sequence.prompt_tokens,
+            sequence.cached_tokens or 0,
+            len(sequence.said),
+            (running.admitted or now) - running.submitted,
+            None if running.first_token is None else running.first_token - running.submitted,
+            now - running.submitted,
+            None if sequence.match is None else f"{sequence.match.limit} at {sequence.match.latent_tokens}",
+            tuple(running.scored),
+        )
+        self.counters.cached_tokens += outcome.cached_tokens
+        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+        try:
+            self.on_finish(running.job, outcome)
+            running.job.reader.finish(outcome)
+        except Exception:
+            log.exception("the reader of %s failed at its end", running.job.id)
+
+
+def _top(logp: Float[Tensor, " vocab"], count: int) -> tuple[tuple[int, float], ...]:
+    if not count:
+        return ()
+    best = logp.topk(min(count, len(logp)))
+    return tuple(zip(best.indices.tolist(), best.values.tolist()))

@@ -1,0 +1,92 @@
+"""What the scheduler decided, done by the model: pieces of sequences go in, logits come out.
+
+Two ways of the same numbers. Pieces of a few tokens (decoding, the ends of prompts) go together, row by row, through
+the native step, which reads pages where they lie. Longer pieces of a prompt go one sequence at a time through the
+model: its KDA states are views of the sequence's pages, its latents are copied out of them and the new ones back. Where
+the native step does not apply (another device, float64, no compiler) everything goes the second way.
+
+A sequence that fails or gives NaN harms no other: logits are looked at sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nanok3.model.basics import at_least_float32
+from nanok3.model.cache import KDAState, LatentCache, ModelState
+from nanok3.model.decoder import K3
+from nanok3.serve.arena import Arena, Shapes
+from nanok3.serve.scheduler import Work
+from nanok3.serve.sequence import Sequence
+
+
+class Runner:
+    """One model and the memory for its sequences: `memory` bytes in pages of `page_tokens` tokens (None: the smallest
+    that hold a KDA layer's state). ValueError where that is not even one sequence."""
+
+    def __init__(self, model: K3, memory: int, page_tokens: int | None = None) -> None:
+        shapes = Shapes.of(model.cfg, model.compute_dtype or model.model.embed_tokens.weight.dtype)
+        self.layout = shapes.layout(page_tokens)
+        self.pages = memory // self.layout.page_bytes
+        if self.pages < len(self.layout.groups) + 2:
+            least = (len(self.layout.groups) + 2) * self.layout.page_bytes
+            raise ValueError(f"the memory for states is {memory} bytes; one short sequence needs {least}")
+        self.model = model
+        self.arena = Arena(shapes, self.layout, self.pages, model.lm_head.weight.device)
+        self.vocab_size, self.context = model.cfg.vocab_size, model.cfg.max_position_embeddings
+
+    @torch.no_grad()
+    def read(self, work: Iterable[Work], all_logits: frozenset[str] = frozenset()) -> dict[str, Tensor | Exception]:
+        """Read each piece. By sequence id: the logits (rows, vocab) after its last token where nothing remains to be
+        read, after every token for the ids in `all_logits`; or the exception that ended it."""
+        results: dict[str, Tensor | Exception] = {}
+        for piece in work:
+            name = piece.sequence.id
+            try:
+                logits = self._read_alone(piece, name in all_logits)
+                if logits is not None:
+                    results[name] = logits
+            except Exception as error:
+                results[name] = error
+        return results
+
+    def _read_alone(self, piece: Work, every: bool) -> Float[Tensor, "rows vocab"] | None:
+        """One piece through the model."""
+        sequence = piece.sequence
+        ids = torch.tensor([sequence.ids[piece.start : piece.start + piece.count]], device=self.arena.bytes.device)
+        state = self._state(sequence, piece.start)
+        final = self.model.hidden_states(ids, state=state)
+        self._write_back(sequence, piece.start, state)
+        if not every and not piece.last:
+            return None
+        return at_least_float32(self.model.lm_head(final if every else final[:, -1:])[0])
+
+    def _state(self, sequence: Sequence, tokens: int) -> ModelState:
+        kda, mla = iter(self.arena.states(sequence.state)), 0
+        layers: list[KDAState | LatentCache] = []
+        for kind in self.model.cfg.kinds:
+            if kind == "kda":
+                layers.append(next(kda))
+                continue
+            cache = LatentCache(1, self.arena.shapes.latent, self.arena.shapes.latent_dtype, self.arena.bytes.device)
+            if tokens:
+                cache.append(self.arena.rows(sequence.pages, mla, tokens)[None])
+            layers.append(cache)
+            mla += 1
+        return ModelState(layers, tokens)
+
+    def _write_back(self, sequence: Sequence, start: int, state: ModelState) -> None:
+        """What the model put beside the pages, into them."""
+        kept, mla = iter(self.arena.states(sequence.state)), 0
+        for layer in state.layers:
+            if isinstance(layer, KDAState):
+                view = next(kept)
+                view.conv.copy_(layer.conv)
+                view.recurrent.copy_(layer.recurrent)
+            else:
+                self.arena.write_rows(sequence.pages, mla, start, layer.latents[0, start:])
+                mla += 1
