@@ -10,6 +10,10 @@ What the kernel cannot take (other types or devices, no compiler) returns NotImp
 back to its torch form. Both passes are torch custom operators (`nanok3::kda_fwd`, `nanok3::kda_bwd`), so that
 torch.compile works around them. The backward pass keeps q, k, the gates, one state per 64 tokens and, in place of v,
 every token's error v - S^T k.
+
+Threads take sequences and heads; where those are too few, the value columns of a head are shared out too. Outputs and
+states are the same bits for any number of threads; so are gradients as long as there is a head for every thread, and
+otherwise those of q, k and the gates are sums of float32 parts, the same bits for one number of threads.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from nanok3.kernels import native
 from nanok3.kernels.rows import through_torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-TOKENS_PER_CHUNK, TOKENS_PER_STATE = 16, 64
+TOKENS_PER_CHUNK, TOKENS_PER_STATE, COLUMNS_PER_PANEL = 16, 64, 32
 
 
 class _Problem(ctypes.Structure):
@@ -35,7 +39,7 @@ class _Problem(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "log_decay", "beta", "initial_state", "offsets")),
-        *((name, ctypes.c_int64) for name in ("sequences", "tokens", "H", "HV", "K", "V", "threads")),
+        *((name, ctypes.c_int64) for name in ("sequences", "tokens", "H", "HV", "K", "V", "parts", "threads")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("q_type", "k_type", "v_type", "log_decay_type", "beta_type")),
     ]
@@ -45,8 +49,8 @@ class _Gradients(ctypes.Structure):
     """`struct Gradients` of cpu/kda.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("d_o", "d_final", "dq", "dk", "dv", "dlog_decay", "dbeta", "d_initial")),
-        *((name, ctypes.c_int32) for name in ("dq_type", "dk_type")),
+        *((name, ctypes.c_void_p) for name in ("d_o", "d_final", "dv", "dq", "dk", "dlog_decay", "dbeta", "d_initial")),
+        *((name, ctypes.c_int32) for name in ("dq_type", "dk_type", "dlog_decay_type", "dbeta_type")),
     ]
 
 
@@ -89,16 +93,23 @@ def step(
     beta: Float[Tensor, "B 1 HV"],
     state: Float[Tensor, "B HV K V"],
     scale: float | None = None,
+    after: Float[Tensor, "B HV K V"] | None = None,
 ) -> Float[Tensor, "B 1 HV V"] | NotImplementedType:
-    """One decode token for every sequence: returns o in v's type and moves `state` (float32,
-    contiguous) on in place. No gradients. NotImplemented where the kernel does not apply, `state` untouched."""
-    inputs = (q, k, v, log_decay, beta)
-    if not _supported(inputs, state) or not state.is_contiguous() or q.shape[1] != 1:
+    """One decode token for every sequence: returns o in v's type and writes the new state into `after`, or over `state`
+    when there is none (both float32, contiguous). No gradients. NotImplemented where the kernel does not apply, nothing
+    written."""
+    inputs, after = (q, k, v, log_decay, beta), state if after is None else after
+    if q.shape[1] != 1 or not all(_supported(inputs, x) and x.is_contiguous() for x in (state, after)):
         return NotImplemented
-    _check_shapes(*inputs, state, None)
+    for x in (state, after):
+        _check_shapes(*inputs, x, None)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    run = torch.ops.nanok3.kda_step if through_torch(*inputs, state) else _step
-    return run(*inputs, state, scale)
+    if not through_torch(*inputs, state):
+        return _step_into(*inputs, state, after, scale)
+    if after is not state:
+        after.copy_(state)
+    o: Tensor = torch.ops.nanok3.kda_step(*inputs, after, scale)
+    return o
 
 
 def forward(
@@ -140,29 +151,43 @@ def backward(
     call = _Call((q, k, do, log_decay, beta), initial_state, cu_seqlens, scale)
     do = call.kept[0][2]
     dfinal = None if dfinal is None else dfinal.float().contiguous()
-    H, HV = q.shape[2], do.shape[2]
-    # Value heads that share a key each write their own gradient; the sum over the group is taken below.
-    dq, dk = (x.new_empty(log_decay.shape, dtype=x.dtype if H == HV else torch.float32) for x in (q, k))
-    dv, dlog_decay, dbeta = (x.new_empty(x.shape) for x in (do, log_decay, beta))
+    H, HV, parts = q.shape[2], do.shape[2], call.problem.parts
+    # Value heads that share a key, and parts of a head, each write their own gradient; the sums are taken below.
+    shape, whole = (*beta.shape, parts), parts == 1
+    dq, dk = (x.new_empty((*shape, q.shape[3]), dtype=x.dtype if whole and H == HV else torch.float32) for x in (q, k))
+    dlog_decay = log_decay.new_empty((*shape, q.shape[3]), dtype=log_decay.dtype if whole else torch.float32)
+    dbeta = beta.new_empty(shape, dtype=beta.dtype if whole else torch.float32)
+    dv = do.new_empty(do.shape)
     dinitial = do.new_empty(0 if initial_state is None else initial_state.shape, dtype=torch.float32)
     gradients = _Gradients(
         do.data_ptr(),
         None if dfinal is None else dfinal.data_ptr(),
-        *(x.data_ptr() for x in (dq, dk, dv, dlog_decay, dbeta)),
+        *(x.data_ptr() for x in (dv, dq, dk, dlog_decay, dbeta)),
         None if initial_state is None else dinitial.data_ptr(),
-        DTYPES[dq.dtype],
-        DTYPES[dk.dtype],
+        *(DTYPES[x.dtype] for x in (dq, dk, dlog_decay, dbeta)),
     )
     _library().kda_backward(call.address, ctypes.byref(gradients), states.data_ptr(), errors.data_ptr())
-    if H != HV:
-        dq, dk = (d.unflatten(2, (H, HV // H)).sum(3).to(x.dtype) for d, x in ((dq, q), (dk, k)))
+    dq, dk, dlog_decay, dbeta = (_added_up(d, x) for d, x in ((dq, q), (dk, k), (dlog_decay, log_decay), (dbeta, beta)))
     return dq, dk, dv, dlog_decay, dbeta, dinitial
 
 
+def _added_up(parts: Float[Tensor, "B T HV parts *K"], x: Tensor) -> Tensor:
+    """The gradient of x (B, T, heads, ...): parts, and heads of one group, summed."""
+    if parts.numel() == x.numel():
+        return parts.view(x.shape)
+    return parts.unflatten(2, (x.shape[2], -1)).flatten(3, 4).sum(3).to(x.dtype)
+
+
 def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, scale: float) -> Tensor:
+    return _step_into(q, k, v, log_decay, beta, state, state, scale)
+
+
+def _step_into(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, after: Tensor, scale: float
+) -> Tensor:
     call = _Call((q, k, v, log_decay, beta), None, None, scale)
     o = v.new_empty(v.shape)
-    _library().kda_step(call.address, state.data_ptr(), o.data_ptr())
+    _library().kda_step(call.address, state.data_ptr(), after.data_ptr(), o.data_ptr())
     return o
 
 
@@ -170,7 +195,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, stat
 def _library() -> Any:
     library = native.load("kda")
     assert library is not None, "callers ask _supported first"
-    for function, arguments in ((library.kda_forward, 5), (library.kda_backward, 4), (library.kda_step, 3)):
+    for function, arguments in ((library.kda_forward, 5), (library.kda_backward, 4), (library.kda_step, 4)):
         function.argtypes = [ctypes.c_void_p] * arguments
         function.restype = None
     return library
@@ -242,21 +267,29 @@ class _Call:
         state = None if initial_state is None else initial_state.contiguous()
         offsets = None if cu_seqlens is None else _boundaries(cu_seqlens, q.shape[1])
         self.kept = (inputs, state, offsets)
+        sequences, threads = q.shape[0] if offsets is None else offsets.shape[0] - 1, torch.get_num_threads()
         self.problem = _Problem(
             *(x.data_ptr() for x in inputs),
             None if state is None else state.data_ptr(),
             None if offsets is None else offsets.data_ptr(),
-            q.shape[0] if offsets is None else offsets.shape[0] - 1,
+            sequences,
             q.shape[1],
             q.shape[2],
             v.shape[2],
             q.shape[3],
             v.shape[3],
-            torch.get_num_threads(),
+            _parts(sequences * v.shape[2], v.shape[3], threads),
+            threads,
             scale,
             *(DTYPES[x.dtype] for x in inputs),
         )
         self.address = ctypes.byref(self.problem)
+
+
+def _parts(heads: int, V: int, threads: int) -> int:
+    """Parts the value columns of each head are shared out in, so that no thread is idle: whole panels."""
+    panels = (V + COLUMNS_PER_PANEL - 1) // COLUMNS_PER_PANEL
+    return 1 if heads == 0 else max(1, min(panels, threads // heads))
 
 
 def _empty_outputs(

@@ -387,10 +387,10 @@ def _kda_cpu(
 
     inputs = (q, k, v, log_decay, beta)
     if v.shape[1] == 1 and cu_seqlens is None and initial_state is not None and not torch.is_grad_enabled():
-        state = initial_state.clone()  # the step moves its state in place
-        o = kda_cpu.step(*inputs, state, scale)
+        after = torch.empty_like(initial_state)  # the state given may be someone's: it is read, never written
+        o = kda_cpu.step(*inputs, initial_state, scale, after)
         if o is not NotImplemented:
-            return o, state if output_final_state else None
+            return o, after if output_final_state else None
     result = kda_cpu.kda(*inputs, initial_state, output_final_state, cu_seqlens, scale)
     return None if result is NotImplemented else result
 

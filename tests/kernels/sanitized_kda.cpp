@@ -24,7 +24,7 @@ bool finite(const std::vector<char>& bytes, Type type) {
   return true;
 }
 
-bool run(std::vector<int64_t> offsets, int64_t H, int64_t HV, int64_t K, int64_t V, Type type, bool states) {
+bool run(std::vector<int64_t> offsets, int64_t H, int64_t HV, int64_t K, int64_t V, Type type, bool states, int64_t parts) {
   const int64_t T = offsets.back(), N = int64_t(offsets.size()) - 1;
   const Type wide = kFloat32;
   auto q = numbers(T * H * K, type, -0.3f, 0.3f), k = numbers(T * H * K, type, -0.3f, 0.3f);
@@ -34,7 +34,7 @@ bool run(std::vector<int64_t> offsets, int64_t H, int64_t HV, int64_t K, int64_t
   Problem p{};
   p.q = q.data(), p.k = k.data(), p.v = v.data(), p.log_decay = g.data(), p.beta = b.data();
   p.initial_state = states ? reinterpret_cast<float*>(initial.data()) : nullptr;
-  p.offsets = offsets.data(), p.sequences = N, p.H = H, p.HV = HV, p.K = K, p.V = V, p.threads = 2, p.scale = 0.3f;
+  p.offsets = offsets.data(), p.sequences = N, p.H = H, p.HV = HV, p.K = K, p.V = V, p.threads = 2, p.parts = parts, p.scale = 0.3f;
   p.q_type = p.k_type = p.v_type = type, p.log_decay_type = p.beta_type = wide;
 
   std::vector<char> o(v.size()), final_state(initial.size());
@@ -43,14 +43,14 @@ bool run(std::vector<int64_t> offsets, int64_t H, int64_t HV, int64_t K, int64_t
   kda_forward(&p, o.data(), reinterpret_cast<float*>(final_state.data()), nullptr, nullptr);
   kda_forward(&p, o.data(), reinterpret_cast<float*>(final_state.data()), saved.data(), errors.data());
 
-  std::vector<char> dq(T * HV * K * 4), dk(dq.size()), dv(v.size()), dg(g.size()), db(b.size()), d_initial(initial.size());
-  Gradients d{d_o.data(), states ? reinterpret_cast<float*>(d_final.data()) : nullptr, dq.data(), dk.data(), dv.data(),
-              dg.data(), db.data(), states ? reinterpret_cast<float*>(d_initial.data()) : nullptr, wide, wide};
+  std::vector<char> dq(parts * T * HV * K * 4), dk(dq.size()), dv(v.size()), dg(parts * g.size()), db(parts * b.size()), d_initial(initial.size());
+  Gradients d{d_o.data(), states ? reinterpret_cast<float*>(d_final.data()) : nullptr, dv.data(), dq.data(), dk.data(),
+              dg.data(), db.data(), states ? reinterpret_cast<float*>(d_initial.data()) : nullptr, wide, wide, wide, wide};
   p.v = nullptr;
   kda_backward(&p, &d, saved.data(), errors.data());
 
   p.v = v.data(), p.offsets = nullptr, p.tokens = 1, p.sequences = N < T ? N : T;
-  kda_step(&p, reinterpret_cast<float*>(final_state.data()), o.data());
+  kda_step(&p, reinterpret_cast<float*>(final_state.data()), reinterpret_cast<float*>(final_state.data()), o.data());
   return finite(o, type) && finite(final_state, wide) && finite(dq, wide) && finite(dk, wide) && finite(dv, type) &&
          finite(dg, wide) && finite(db, wide) && finite(d_initial, wide);
 }
@@ -64,7 +64,9 @@ int main() {
   for (const auto& offsets : lengths)
     for (const auto& s : sizes)
       for (Type type : {kFloat32, kBfloat16})
-        for (bool states : {false, true}) failed += !run(offsets, s[0], s[1], s[2], s[3], type, states);
+        for (bool states : {false, true})
+          for (int64_t parts : {1, 2})
+            if (parts == 1 || s[3] > 32) failed += !run(offsets, s[0], s[1], s[2], s[3], type, states, parts);
   std::printf("%d failed\n", failed);
   return failed != 0;
 }

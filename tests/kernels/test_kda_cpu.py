@@ -307,6 +307,29 @@ def test_deterministic_and_independent_of_threads() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("size", ((1, 1, 20, 130), (1, 2, 32, 64)))
+def test_more_threads_than_heads(size: tuple[int, int, int, int]) -> None:
+    """The value columns are shared out: outputs are the same bits, gradients are sums of parts, the same bits for one
+    number of threads."""
+    inputs = [x.bfloat16() if name == "v" else x for name, x in zip(NAMES, make(1, 150, size, "wild"), strict=True)]
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5, 5):
+            torch.set_num_threads(threads)
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            outputs = run(leaves)
+            results.append((*outputs, *gradients(outputs, leaves)))
+            moving = inputs[5].clone()
+            results[-1] += (kda_cpu.step(*(x[:, :1] for x in inputs[:5]), moving), moving)
+    finally:
+        torch.set_num_threads(before)
+    for many in results[1:]:
+        for name, a, b in zip(("o", "state", *(f"d{name}" for name in NAMES), "step", "moved"), results[0], many):
+            same = name in ("o", "state", "dv", "dinitial_state", "step", "moved")
+            assert torch.equal(a, b) if same else relative(b, a.double()) < 1e-6, name
+    assert all(torch.equal(a, b) for a, b in zip(*results[2:], strict=True))
+
+
 def test_heads_permuted() -> None:
     inputs = make(1, 40, (4, 4, 32, 32))
     order = torch.tensor([2, 0, 3, 1])
@@ -348,6 +371,11 @@ def test_step(size: tuple[int, int, int, int], dtype: torch.dtype, kind: str) ->
     where = moving.data_ptr()
     steps = [kda_cpu.step(*(x[:, t : t + 1] for x in inputs), moving) for t in range(6)]
     assert moving.data_ptr() == where
+    after = torch.full_like(state, float("nan"))
+    into = kda_cpu.step(*(x[:, :1] for x in inputs), state, after=after)
+    again = state.clone()
+    assert torch.equal(into, steps[0]) and torch.equal(kda_cpu.step(*(x[:, :1] for x in inputs), again), into)
+    assert torch.equal(after, again)
     assert relative(torch.cat(steps, 1), o) < (1e-6 if dtype == torch.float32 else 3e-3)
     assert relative(moving, final) < 1e-6
 

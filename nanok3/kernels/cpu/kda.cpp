@@ -19,6 +19,9 @@
 // backward pass needs no v. It walks blocks of 4 chunks from the last to the first: from the block's state and
 // errors it recomputes the states before its chunks, then applies the chain rule of the formulas above. Terms with
 // i = j in pair products have no gate in them and are added apart, so that dg is no difference of equals.
+// A value column never meets another one. Where heads and sequences are fewer than threads, the panels of a head are
+// therefore shared out in `parts`: outputs and states are the same bits, what `prepare` makes is made in each part, and
+// the gradients of q, k, g and b come out once per part, to be added up.
 #include "simd.h"
 
 namespace {
@@ -26,6 +29,7 @@ namespace {
 constexpr int C = 16;     // tokens in a chunk
 constexpr int P = 32;     // value columns in a panel
 constexpr int BLOCK = 4;  // chunks between two saved states
+constexpr int GROUP = 8;  // heads one thread takes together, at most
 constexpr bool kWide = W == 16;  // 32 registers of 16 numbers; otherwise 16 of them, too few to hold a column of a chunk
 
 }  // namespace
@@ -37,7 +41,7 @@ struct Problem {
   const void *q, *k, *v, *log_decay, *beta;
   const float* initial_state;
   const int64_t* offsets;
-  int64_t sequences, tokens, H, HV, K, V, threads;
+  int64_t sequences, tokens, H, HV, K, V, parts, threads;
   float scale;
   Type q_type, k_type, v_type, log_decay_type, beta_type;
 };
@@ -50,10 +54,11 @@ struct Saved {
 struct Gradients {
   const void* d_o;        // (tokens, HV, V), v's type, as is dv
   const float* d_final;   // (N, HV, K, V) or null
-  void *dq, *dk;          // (tokens, HV, K): summed over the heads of a group by the caller
-  void *dv, *dlog_decay, *dbeta;
-  float* d_initial;       // (N, HV, K, V) or null
-  Type dq_type, dk_type;  // the others have their input's type
+  void* dv;
+  void *dq, *dk, *dlog_decay;  // (tokens, HV, parts, K): summed over the parts and over a group's heads by the caller
+  void* dbeta;                 // (tokens, HV, parts)
+  float* d_initial;            // (N, HV, K, V) or null
+  Type dq_type, dk_type, dlog_decay_type, dbeta_type;
 };
 
 namespace {
@@ -67,9 +72,10 @@ struct Size {
   int columns(int panel) const { return V - panel * P < P ? V - panel * P : P; }
 };
 
-// One sequence of one value head.
+// One sequence of one part of a value head: its panels first to last.
 struct Task {
-  int64_t sequence, head, key_head, begin, end;
+  int64_t sequence, head, key_head, begin, end, part;
+  int first, last;
 };
 
 // What `prepare` makes of a chunk and only the recurrence reads: kept until the next chunk is prepared.
@@ -335,18 +341,23 @@ void advance(const Size& z, const Chunk& c, const Recurrence& rec, const float* 
 int predict_depth(const Size& z) { return z.panels * z.Kp * (2 * C / kTileRows) * (P / tile_columns(P)); }
 int advance_depth(const Size& z) { return z.panels * z.Kp * (C / kTileRows) * (P / tile_columns(P)); }
 
-void read_state(const float* src, const Size& z, float* state) {  // (K, V) -> panels; null is zero
+void read_state(const float* src, const Size& z, const Task& t, float* state) {  // (K, V) -> panels; null is zero
   memset(state, 0, z.state() * 4);
   if (!src) return;
-  for (int panel = 0; panel < z.panels; ++panel)
+  for (int panel = t.first; panel < t.last; ++panel)
     for (int i = 0; i < z.K; ++i)
       memcpy(state + (size_t(panel) * z.Kp + i) * P, src + size_t(i) * z.V + panel * P, size_t(z.columns(panel)) * 4);
 }
 
-void write_state(const float* state, const Size& z, float* dst) {
-  for (int panel = 0; panel < z.panels; ++panel)
+void write_state(const float* state, const Size& z, const Task& t, float* dst) {
+  for (int panel = t.first; panel < t.last; ++panel)
     for (int i = 0; i < z.K; ++i)
       memcpy(dst + size_t(i) * z.V + panel * P, state + (size_t(panel) * z.Kp + i) * P, size_t(z.columns(panel)) * 4);
+}
+
+void copy_state(const float* src, const Size& z, const Task& t, float* dst) {
+  const size_t panel = size_t(z.Kp) * P;
+  memcpy(dst + t.first * panel, src + t.first * panel, (t.last - t.first) * panel * 4);
 }
 
 int64_t blocks_of(const Task& t) { return (t.end - t.begin + C * BLOCK - 1) / (C * BLOCK); }
@@ -365,6 +376,7 @@ float* error_slot(const Saved& saved, const Problem& p, const Size& z, const Tas
 
 // Slots between this sequence's last and the next one's first: at most one of each kind.
 void clear_unused(const Saved& saved, const Problem& p, const Size& z, const Task& t) {
+  if (t.part) return;
   const int64_t last_block = t.end / (C * BLOCK) - t.begin / (C * BLOCK);
   for (int64_t block = blocks_of(t) > 1 ? blocks_of(t) : 1; block <= last_block; ++block)
     memset(state_slot(saved, p, z, t, block), 0, z.state() * 4);
@@ -374,24 +386,35 @@ void clear_unused(const Saved& saved, const Problem& p, const Size& z, const Tas
 
 int64_t state_at(const Problem& p, const Task& t) { return (t.sequence * p.HV + t.head) * p.K * p.V; }
 
-void forward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, void* o, float* final_state,
-                  const Saved& saved) {
-  arena.reserve(Chunk::floats(z) + Recurrence::floats(z) + z.state() + 3 * C * P);
-  Chunk c;
-  Recurrence rec;
-  Ahead ahead;
-  c.place(arena, z), rec.place(arena, z);
-  float *state = arena.take(z.state()), *predicted = arena.take(2 * C * P), *v = arena.take(C * P);
-  read_state(p.initial_state ? p.initial_state + state_at(p, t) : nullptr, z, state);
-  for (int64_t chunk = 0; chunk < chunks_of(t); ++chunk) {
-    if (saved.states && chunk && chunk % BLOCK == 0)
-      memcpy(state_slot(saved, p, z, t, chunk / BLOCK), state, z.state() * 4);
+// One thread reads several heads in turn, a block of tokens of each: a row of q, k or v then serves all of them while
+// its pages and cache lines are at hand, instead of once per pass over the sequence.
+struct Group {
+  Task tasks[GROUP];
+  int count;
+};
+
+// The 16 tokens a group comes to after those of task `i` from `token` on, a block being walked forwards.
+void add_next(const Problem& p, const Group& group, int i, int64_t token, Ahead& ahead) {
+  const Task& t = group.tasks[i];
+  const bool last = (token - t.begin) % (C * BLOCK) == C * (BLOCK - 1) || token + C >= t.end;
+  if (!last) return add_inputs(p, t, token + C, ahead);
+  const int64_t block = t.begin + (token - t.begin) / (C * BLOCK) * (C * BLOCK);
+  if (i + 1 < group.count) add_inputs(p, group.tasks[i + 1], block, ahead);
+  else add_inputs(p, group.tasks[0], block + C * BLOCK, ahead);
+}
+
+void forward_block(const Problem& p, const Size& z, const Group& group, int i, int64_t block, Chunk& c, Recurrence& rec,
+                   float* state, float* predicted, float* v, void* o, const Saved& saved, Ahead& ahead) {
+  const Task& t = group.tasks[i];
+  if (saved.states && block) copy_state(state, z, t, state_slot(saved, p, z, t, block));
+  const int64_t end = block * BLOCK + BLOCK < chunks_of(t) ? block * BLOCK + BLOCK : chunks_of(t);
+  for (int64_t chunk = block * BLOCK; chunk < end; ++chunk) {
     float* errors = saved.errors ? error_slot(saved, p, z, t, chunk) : nullptr;
     prepare<false>(p, z, t, t.begin + chunk * C, c, rec);
     ahead.clear();
-    add_inputs(p, t, c.token + C, ahead);
+    add_next(p, group, i, c.token, ahead);
     ahead.spread_over(predict_depth(z) + advance_depth(z));
-    for (int panel = 0; panel < z.panels; ++panel) {
+    for (int panel = t.first; panel < t.last; ++panel) {
       float* s = state + size_t(panel) * z.Kp * P;
       read_panel(p.v, p.v_type, p, z, t, c, panel, v);
       predict(z, c, rec, s, predicted, ahead);
@@ -400,13 +423,33 @@ void forward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, 
       advance(z, c, rec, s, c.vt, s, ahead);
     }
   }
-  write_state(state, z, final_state + state_at(p, t));
-  if (saved.errors) clear_unused(saved, p, z, t);
+}
+
+void forward_group(const Problem& p, const Size& z, const Group& group, Arena& arena, void* o, float* final_state,
+                   const Saved& saved) {
+  arena.reserve(Chunk::floats(z) + Recurrence::floats(z) + group.count * z.state() + 3 * C * P);
+  Chunk c;
+  Recurrence rec;
+  Ahead ahead;
+  c.place(arena, z), rec.place(arena, z);
+  float *states = arena.take(group.count * z.state()), *predicted = arena.take(2 * C * P), *v = arena.take(C * P);
+  for (int i = 0; i < group.count; ++i) {
+    const Task& t = group.tasks[i];
+    read_state(p.initial_state ? p.initial_state + state_at(p, t) : nullptr, z, t, states + i * z.state());
+  }
+  for (int64_t block = 0; block < blocks_of(group.tasks[0]); ++block)
+    for (int i = 0; i < group.count; ++i)
+      forward_block(p, z, group, i, block, c, rec, states + i * z.state(), predicted, v, o, saved, ahead);
+  for (int i = 0; i < group.count; ++i) {
+    const Task& t = group.tasks[i];
+    write_state(states + i * z.state(), z, t, final_state + state_at(p, t));
+    if (saved.errors) clear_unused(saved, p, z, t);
+  }
 }
 
 // What the backward pass of one chunk needs besides the chunk itself.
 struct Scratch {
-  float *d_state;              // (panels, Kp, P)
+  float *d_state;              // (panels, Kp, P), the task's own
   float *dhat_t, *dend_t;      // (Kp, 2C), (Kp, C)
   float *dpair;                // (2C, C): dL over dM
   float *dbeta, *dtotal;       // (C, W), (Kp, W): to be summed over W
@@ -418,12 +461,11 @@ struct Scratch {
   float *dhat, *dend, *out;    // (2C, Kp), (C, Kp), (3C, Kp)
 
   static size_t floats(const Size& z) {
-    return z.state() + size_t(12) * C * z.Kp + z.Kp * W + C * W + 2 * C * C + 9 * size_t(C) * P;
+    return size_t(12) * C * z.Kp + z.Kp * W + C * W + 2 * C * C + 9 * size_t(C) * P;
   }
 
   void place(Arena& arena, const Size& z) {
     size_t rows16 = size_t(C) * z.Kp;
-    d_state = arena.take(z.state());
     dhat_t = arena.take(2 * rows16), dend_t = arena.take(rows16);
     dpair = arena.take(2 * C * C), dbeta = arena.take(C * W), dtotal = arena.take(z.Kp * W);
     rows = arena.take(2 * C * P), dy = arena.take(2 * C * P), dy_t = arena.take(2 * C * P), vt_t = arena.take(C * P);
@@ -517,15 +559,20 @@ int backward_depth(const Size& z) {
   return z.panels * z.Kp * (C * P / columns + P * C / tile_columns(C) + P * 2 * C / tile_columns(2 * C) + 2 * C * P / columns) / kTileRows;
 }
 
+int64_t gradient_row(const Problem& p, const Task& t, int64_t token) {
+  return (token * p.HV + t.head) * p.parts + t.part;
+}
+
 // dO of a chunk and where its gradients go.
 void add_outputs(const Problem& p, const Task& t, const Gradients& g, const Chunk& c, Ahead& ahead) {
   for (int64_t i = c.token; i < c.token + c.count; ++i) {
     const int64_t row = i * p.HV + t.head;
+    const int64_t key_row = gradient_row(p, t, i) * p.K;
     ahead.add(g.d_o, row * p.V, p.v_type, int(p.V));
     ahead.add(g.dv, row * p.V, p.v_type, int(p.V));
-    ahead.add(g.dq, row * p.K, g.dq_type, int(p.K));
-    ahead.add(g.dk, row * p.K, g.dk_type, int(p.K));
-    ahead.add(g.dlog_decay, row * p.K, p.log_decay_type, int(p.K));
+    ahead.add(g.dq, key_row, g.dq_type, int(p.K));
+    ahead.add(g.dk, key_row, g.dk_type, int(p.K));
+    ahead.add(g.dlog_decay, key_row, g.dlog_decay_type, int(p.K));
   }
 }
 
@@ -625,11 +672,11 @@ void backward_keys(const Problem& p, const Size& z, const Chunk& c, Scratch& s) 
 
 void write_gradients(const Problem& p, const Size& z, const Task& t, const Gradients& g, const Chunk& c, Scratch& s) {
   for (int i = 0; i < c.count; ++i) {
-    int64_t row = (c.token + i) * p.HV + t.head;
+    int64_t row = gradient_row(p, t, c.token + i);
     write_row(g.dq, row * p.K, g.dq_type, z.K, s.out + i * z.Kp);
     write_row(g.dk, row * p.K, g.dk_type, z.K, s.out + (C + i) * z.Kp);
-    write_row(g.dlog_decay, row * p.K, p.log_decay_type, z.K, s.out + (2 * C + i) * z.Kp);
-    write_one(g.dbeta, row, p.beta_type, sum(load(s.dbeta + i * W)));
+    write_row(g.dlog_decay, row * p.K, g.dlog_decay_type, z.K, s.out + (2 * C + i) * z.Kp);
+    write_one(g.dbeta, row, g.dbeta_type, sum(load(s.dbeta + i * W)));
   }
 }
 
@@ -637,7 +684,7 @@ void backward_chunk(const Problem& p, const Size& z, const Task& t, const Gradie
                     const float* state, Scratch& s, Ahead& ahead) {
   memset(s.dhat_t, 0, size_t(2) * C * z.Kp * 4), memset(s.dend_t, 0, size_t(C) * z.Kp * 4);
   memset(s.dpair, 0, 2 * C * C * 4), memset(s.dbeta, 0, C * W * 4), memset(s.dtotal, 0, size_t(z.Kp) * W * 4);
-  for (int panel = 0; panel < z.panels; ++panel)
+  for (int panel = t.first; panel < t.last; ++panel)
     backward_panel(p, z, t, g, c, panel, state + size_t(panel) * z.Kp * P, s, ahead);
   transpose(s.dhat_t, 2 * C, z.Kp, 2 * C, s.dhat, z.Kp);
   transpose(s.dend_t, C, z.Kp, C, s.dend, z.Kp);
@@ -658,7 +705,7 @@ void recompute(const Problem& p, const Size& z, const Task& t, const Gradients& 
     if (i + 1 < count) add_inputs(p, t, c.token + C, ahead);
     else add_outputs(p, t, g, c, ahead);
     ahead.spread_over(advance_depth(z));
-    for (int panel = 0; panel < z.panels; ++panel) {
+    for (int panel = t.first; panel < t.last; ++panel) {
       float *state = states + i * z.state() + size_t(panel) * z.Kp * P, *vt = c.vt + panel * C * P;
       correct_again(c, c.x + panel * C * P, vt);
       if (i + 1 < count) advance(z, c, rec, state, vt, state + z.state(), ahead);
@@ -666,56 +713,85 @@ void recompute(const Problem& p, const Size& z, const Task& t, const Gradients& 
   }
 }
 
-void backward_task(const Problem& p, const Size& z, const Task& t, Arena& arena, const Gradients& g,
-                   const Saved& saved) {
-  arena.reserve(BLOCK * (Chunk::floats(z) + z.state()) + Recurrence::floats(z) + Scratch::floats(z));
+void backward_block(const Problem& p, const Size& z, const Group& group, int n, int64_t block, Chunk* chunks,
+                    float* states, Recurrence& rec, const Gradients& g, const Saved& saved, Scratch& s, Ahead& ahead) {
+  const Task& t = group.tasks[n];
+  const int64_t first = block * BLOCK, left = chunks_of(t) - first;
+  const int count = int(left < BLOCK ? left : BLOCK);
+  if (block)
+    copy_state(state_slot(saved, p, z, t, block), z, t, states);
+  else
+    read_state(p.initial_state ? p.initial_state + state_at(p, t) : nullptr, z, t, states);
+  recompute(p, z, t, g, saved, first, count, chunks, rec, states, ahead);
+  for (int i = count - 1; i >= 0; --i) {
+    ahead.clear();
+    if (i) add_outputs(p, t, g, chunks[i - 1], ahead);
+    else if (n + 1 < group.count) add_inputs(p, group.tasks[n + 1], chunks[0].token, ahead);
+    else add_inputs(p, group.tasks[0], chunks[0].token - BLOCK * C, ahead);
+    ahead.spread_over(backward_depth(z));
+    backward_chunk(p, z, t, g, chunks[i], states + i * z.state(), s, ahead);
+  }
+}
+
+void backward_group(const Problem& p, const Size& z, const Group& group, Arena& arena, const Gradients& g,
+                    const Saved& saved) {
+  arena.reserve(BLOCK * Chunk::floats(z) + (BLOCK + group.count) * z.state() + Recurrence::floats(z) +
+                Scratch::floats(z));
   Chunk chunks[BLOCK];
   for (Chunk& c : chunks) c.place(arena, z);
-  float* states = arena.take(BLOCK * z.state());
+  float *states = arena.take(BLOCK * z.state()), *d_states = arena.take(group.count * z.state());
   Recurrence rec;
   Scratch s;
   Ahead ahead;
   rec.place(arena, z), s.place(arena, z);
-  read_state(g.d_final ? g.d_final + state_at(p, t) : nullptr, z, s.d_state);
-  for (int64_t block = blocks_of(t) - 1; block >= 0; --block) {
-    const int64_t first = block * BLOCK, left = chunks_of(t) - first;
-    const int count = int(left < BLOCK ? left : BLOCK);
-    if (block)
-      memcpy(states, state_slot(saved, p, z, t, block), z.state() * 4);
-    else
-      read_state(p.initial_state ? p.initial_state + state_at(p, t) : nullptr, z, states);
-    recompute(p, z, t, g, saved, first, count, chunks, rec, states, ahead);
-    for (int i = count - 1; i >= 0; --i) {
-      ahead.clear();
-      if (i) add_outputs(p, t, g, chunks[i - 1], ahead);
-      else add_inputs(p, t, chunks[0].token - BLOCK * C, ahead);
-      ahead.spread_over(backward_depth(z));
-      backward_chunk(p, z, t, g, chunks[i], states + i * z.state(), s, ahead);
+  for (int n = 0; n < group.count; ++n)
+    read_state(g.d_final ? g.d_final + state_at(p, group.tasks[n]) : nullptr, z, group.tasks[n],
+               d_states + n * z.state());
+  for (int64_t block = blocks_of(group.tasks[0]) - 1; block >= 0; --block)
+    for (int n = 0; n < group.count; ++n) {
+      s.d_state = d_states + n * z.state();
+      backward_block(p, z, group, n, block, chunks, states, rec, g, saved, s, ahead);
     }
-  }
-  if (g.d_initial) write_state(s.d_state, z, g.d_initial + state_at(p, t));
+  for (int n = 0; g.d_initial && n < group.count; ++n)
+    write_state(d_states + n * z.state(), z, group.tasks[n], g.d_initial + state_at(p, group.tasks[n]));
 }
 
-// Runs every (sequence, value head) once. Tasks write disjoint memory in a fixed order each, so the result
-// does not depend on the number of threads.
+// Groups a sequence's heads are dealt into: few, but as much work for one thread as for another.
+int64_t groups_of(const Problem& p) {
+  int64_t groups = (p.HV + GROUP - 1) / GROUP;
+  auto even = [&] {
+    const int64_t pieces = groups * p.parts * (p.offsets ? 1 : p.sequences);
+    return pieces % p.threads == 0 || pieces >= 4 * p.threads;
+  };
+  while (groups < p.HV && !even()) ++groups;
+  return groups;
+}
+
+// Runs every (sequence, value head, part) once, in groups. Tasks write disjoint memory in a fixed order each, so the
+// result depends neither on the number of threads nor on the grouping.
 template <class Run>
-void for_each_task(const Problem& p, Run run) {
-  const int64_t tasks = p.sequences * p.HV;
-  if (!tasks) return;
-  const int threads = int(p.threads < tasks ? p.threads : tasks);
+void for_each_group(const Problem& p, const Size& z, Run run) {
+  const int64_t groups = groups_of(p), pieces = p.sequences * p.parts * groups;
+  if (!pieces) return;
+  const int threads = int(p.threads < pieces ? p.threads : pieces);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < tasks; ++i) {
+  for (int64_t i = 0; i < pieces; ++i) {
     static thread_local Arena arena;
-    int64_t n = i / p.HV, head = i % p.HV;
-    int64_t begin = p.offsets ? p.offsets[n] : n * p.tokens, end = p.offsets ? p.offsets[n + 1] : begin + p.tokens;
-    run(Task{n, head, head / (p.HV / p.H), begin, end}, arena);
+    const int64_t n = i / groups / p.parts, part = i / groups % p.parts, head = p.HV * (i % groups) / groups;
+    const int64_t begin = p.offsets ? p.offsets[n] : n * p.tokens, end = p.offsets ? p.offsets[n + 1] : begin + p.tokens;
+    const int first = int(z.panels * part / p.parts), last = int(z.panels * (part + 1) / p.parts);
+    Group group;
+    group.count = int(p.HV * (i % groups + 1) / groups - head);
+    for (int h = 0; h < group.count; ++h)
+      group.tasks[h] = Task{n, head + h, (head + h) / (p.HV / p.H), begin, end, part, first, last};
+    run(group, arena);
   }
 }
 
 // NV vectors of value columns of one head's decode step: p = (a S)^T k and r = (a S)^T q in one reading of S,
-// then e = b (v - p), o = s (r + (q.k) e), S <- a S + k e^T.
+// then e = b (v - p), o = s (r + (q.k) e), S <- a S + k e^T, into `after`, which may be the state itself.
 template <int NV>
-INLINE void step_columns(int K, int64_t V, float* state, const float* a, const float* k, const float* q, const float* v,
+INLINE void step_columns(int K, int64_t V, const float* state, float* after, const float* a, const float* k, const float* q, const float* v,
                          float beta, float qk, float scale, float* o) {
   vf p[NV], r[NV];
   UNROLL
@@ -738,15 +814,15 @@ INLINE void step_columns(int K, int64_t V, float* state, const float* a, const f
     vf ai = splat(a[i]), ki = splat(k[i]);
     UNROLL
     for (int j = 0; j < NV; ++j) {
-      float* s = state + i * V + j * W;
-      store(s, load(s) * ai + ki * p[j]);
+      const int64_t at = i * V + j * W;
+      store(after + at, load(state + at) * ai + ki * p[j]);
     }
   }
 }
 
 // The same for one column, where V is no multiple of the vector width.
-void step_column(int K, int64_t V, float* state, const float* a, const float* k, const float* q, float v, float beta,
-                 float qk, float scale, float* o) {
+void step_column(int K, int64_t V, const float* state, float* after, const float* a, const float* k, const float* q,
+                 float v, float beta, float qk, float scale, float* o) {
   float p = 0, r = 0;
   for (int i = 0; i < K; ++i) {
     p += state[i * V] * (a[i] * k[i]);
@@ -754,34 +830,38 @@ void step_column(int K, int64_t V, float* state, const float* a, const float* k,
   }
   float e = (v - p) * beta;
   *o = (r + e * qk) * scale;
-  for (int i = 0; i < K; ++i) state[i * V] = state[i * V] * a[i] + k[i] * e;
+  for (int i = 0; i < K; ++i) after[i * V] = state[i * V] * a[i] + k[i] * e;
 }
 
-void step_task(const Problem& p, const Size& z, const Task& t, Arena& arena, float* states, void* o) {
+void step_task(const Problem& p, const Size& z, const Task& t, Arena& arena, const float* states, float* after,
+               void* o) {
   arena.reserve(3 * size_t(z.Kp) + 2 * size_t(z.panels) * P);
   float *a = arena.take(z.Kp), *k = arena.take(z.Kp), *q = arena.take(z.Kp);
   float *v = arena.take(size_t(z.panels) * P), *out = arena.take(size_t(z.panels) * P);
   const int64_t row = t.sequence * p.HV + t.head, key_row = t.sequence * p.H + t.key_head;
+  const int first = t.first * P, columns = (t.last * P < z.V ? t.last * P : z.V) - first;
   read_row(p.k, key_row * p.K, p.k_type, z.K, z.Kp, k);
   read_row(p.q, key_row * p.K, p.q_type, z.K, z.Kp, q);
   read_row(p.log_decay, row * p.K, p.log_decay_type, z.K, z.Kp, a);
-  read_row(p.v, row * p.V, p.v_type, z.V, z.panels * P, v);
+  read_row(p.v, row * p.V + first, p.v_type, columns, columns, v);
   vf dot = {};
   for (int i = 0; i < z.Kp; i += W) {
     store(a + i, exp_nonpositive(load(a + i)));
     dot += load(k + i) * load(q + i);
   }
   const float beta = read_one(p.beta, row, p.beta_type), qk = sum(dot);
-  float* state = states + state_at(p, t);
+  const float* from = states + state_at(p, t) + first;
+  float* to = after + state_at(p, t) + first;
   int col = 0;
-  for (; col + 8 * W <= z.V; col += 8 * W)
-    step_columns<8>(z.K, z.V, state + col, a, k, q, v + col, beta, qk, p.scale, out + col);
-  for (; col + 2 * W <= z.V; col += 2 * W)
-    step_columns<2>(z.K, z.V, state + col, a, k, q, v + col, beta, qk, p.scale, out + col);
-  for (; col + W <= z.V; col += W)
-    step_columns<1>(z.K, z.V, state + col, a, k, q, v + col, beta, qk, p.scale, out + col);
-  for (; col < z.V; ++col) step_column(z.K, z.V, state + col, a, k, q, v[col], beta, qk, p.scale, out + col);
-  write_row(o, row * p.V, p.v_type, z.V, out);
+  for (; col + 8 * W <= columns; col += 8 * W)
+    step_columns<8>(z.K, z.V, from + col, to + col, a, k, q, v + col, beta, qk, p.scale, out + col);
+  for (; col + 2 * W <= columns; col += 2 * W)
+    step_columns<2>(z.K, z.V, from + col, to + col, a, k, q, v + col, beta, qk, p.scale, out + col);
+  for (; col + W <= columns; col += W)
+    step_columns<1>(z.K, z.V, from + col, to + col, a, k, q, v + col, beta, qk, p.scale, out + col);
+  for (; col < columns; ++col)
+    step_column(z.K, z.V, from + col, to + col, a, k, q, v[col], beta, qk, p.scale, out + col);
+  write_row(o, row * p.V + first, p.v_type, columns, out);
 }
 
 }  // namespace
@@ -792,19 +872,21 @@ extern "C" {
 void kda_forward(const Problem* p, void* o, float* final_state, float* states, float* errors) {
   const Size z(*p);
   const Saved saved{states, errors};
-  for_each_task(*p, [&](const Task& t, Arena& arena) { forward_task(*p, z, t, arena, o, final_state, saved); });
+  for_each_group(*p, z, [&](const Group& g, Arena& arena) { forward_group(*p, z, g, arena, o, final_state, saved); });
 }
 
 void kda_backward(const Problem* p, const Gradients* g, float* states, float* errors) {
   const Size z(*p);
   const Saved saved{states, errors};
-  for_each_task(*p, [&](const Task& t, Arena& arena) { backward_task(*p, z, t, arena, *g, saved); });
+  for_each_group(*p, z, [&](const Group& heads, Arena& arena) { backward_group(*p, z, heads, arena, *g, saved); });
 }
 
-// One token of every sequence; state (N, HV, K, V) is updated in place, o is (N, HV, V).
-void kda_step(const Problem* p, float* state, void* o) {
+// One token of every sequence: from `state` to `after` (N, HV, K, V), which may be the same memory; o is (N, HV, V).
+void kda_step(const Problem* p, const float* state, float* after, void* o) {
   const Size z(*p);
-  for_each_task(*p, [&](const Task& t, Arena& arena) { step_task(*p, z, t, arena, state, o); });
+  for_each_group(*p, z, [&](const Group& heads, Arena& arena) {
+    for (int i = 0; i < heads.count; ++i) step_task(*p, z, heads.tasks[i], arena, state, after, o);
+  });
 }
 
 }  // extern "C"
