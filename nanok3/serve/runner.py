@@ -10,7 +10,9 @@ A sequence that fails or gives NaN harms no other: logits are looked at sequence
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -19,9 +21,16 @@ from torch import Tensor
 from nanok3.model.basics import at_least_float32
 from nanok3.model.cache import KDAState, LatentCache, ModelState
 from nanok3.model.decoder import K3
+from nanok3.model.native_decode import NativeDecoder
 from nanok3.serve.arena import Arena, Shapes
 from nanok3.serve.scheduler import Work
 from nanok3.serve.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanok3.model.native_decode import SequenceMemory
+
+TOGETHER = 16
+"""Tokens of a piece that still goes row by row; more are faster as one matrix."""
 
 
 class Runner:
@@ -36,23 +45,61 @@ class Runner:
             least = (len(self.layout.groups) + 2) * self.layout.page_bytes
             raise ValueError(f"the memory for states is {memory} bytes; one short sequence needs {least}")
         self.model = model
+        native = NativeDecoder.of(model)
+        self.native = None if isinstance(native, str) else native
+        self.without_native = native if isinstance(native, str) else None
+        """Why there is no native step, if there is none."""
+        self._memories: WeakKeyDictionary[Sequence, tuple[list[int], SequenceMemory]] = WeakKeyDictionary()
         self.arena = Arena(shapes, self.layout, self.pages, model.lm_head.weight.device)
         self.vocab_size, self.context = model.cfg.vocab_size, model.cfg.max_position_embeddings
 
     @torch.no_grad()
-    def read(self, work: Iterable[Work], all_logits: frozenset[str] = frozenset()) -> dict[str, Tensor | Exception]:
+    def read(self, work: list[Work], all_logits: frozenset[str] = frozenset()) -> dict[str, Tensor | Exception]:
         """Read each piece. By sequence id: the logits (rows, vocab) after its last token where nothing remains to be
         read, after every token for the ids in `all_logits`; or the exception that ended it."""
         results: dict[str, Tensor | Exception] = {}
+        together = [piece for piece in work if self._is_short(piece) and piece.sequence.id not in all_logits]
+        if together:
+            results.update(self._read_together(together))
+        done = {piece.sequence.id for piece in together}
         for piece in work:
             name = piece.sequence.id
+            if name in done:
+                continue
             try:
                 logits = self._read_alone(piece, name in all_logits)
-                if logits is not None:
-                    results[name] = logits
-            except Exception as error:
+            except Exception as error:  # its own: the others are read all the same
                 results[name] = error
+            else:
+                results.update({} if logits is None else {name: logits})
         return results
+
+    def _is_short(self, piece: Work) -> bool:
+        return self.native is not None and piece.count <= TOGETHER
+
+    def _read_together(self, work: list[Work]) -> dict[str, Tensor]:
+        """All pieces in one native call."""
+        assert self.native is not None
+        ids = [token for piece in work for token in piece.sequence.ids[piece.start : piece.start + piece.count]]
+        counts = [piece.count for piece in work]
+        ends = list(itertools.accumulate(counts))
+        last = [(piece.sequence.id, end - 1) for piece, end in zip(work, ends) if piece.last]
+        memories = [self._memory(piece) for piece in work]
+        step = self.native.step(torch.tensor(ids), memories, counts, [row for _, row in last])
+        return {name: logits[None] for (name, _), logits in zip(last, step.logits)}
+
+    def _memory(self, piece: Work) -> SequenceMemory:
+        """The addresses of a sequence's memory. Those of its state are looked up once."""
+        assert self.native is not None
+        sequence = piece.sequence
+        state, memory = self._memories.get(sequence, (None, None))
+        if memory is None or state != sequence.state:
+            kda = self.arena.states(sequence.state)
+            pools = [self.arena.latents[:, layer] for layer in range(self.arena.shapes.mla_layers)]
+            memory = self.native.memory([k.conv[0] for k in kda], [k.recurrent[0] for k in kda], pools)
+            self._memories[sequence] = (list(sequence.state), memory)
+        memory.pages, memory.tokens = sequence.pages, piece.start
+        return memory
 
     def _read_alone(self, piece: Work, every: bool) -> Float[Tensor, "rows vocab"] | None:
         """One piece through the model."""
