@@ -9,6 +9,9 @@ row a token. Only the last row of a chunk goes through the head, so a long promp
 What is shown: whole characters only; nothing of a stop string, not even its beginning while it may still become one;
 no end token. Ids without a name in the tokenizer, whose embeddings nothing has trained, are never sampled.
 
+On a CPU a token after the prompt is read by one native call (model/native_decode.py) where the model allows it, else by
+torch.
+
 Ours: training texts begin without any token before them, so a prompt is read as it is; for an empty prompt, which would
 leave nothing to read, the model reads the document boundary [EOS].
 """
@@ -32,6 +35,7 @@ from nanok3.data.tokenizer import StreamDecoder, Tokenizer
 from nanok3.model.basics import at_least_float32
 from nanok3.model.cache import ModelState
 from nanok3.model.decoder import K3
+from nanok3.model.native_decode import NativeDecoder
 from nanok3.serve.sampler import SamplingParams, TokenCounts, new_generator, sample
 
 PREFILL_CHUNK = 512
@@ -142,6 +146,8 @@ class Generation:
         self.prompt = prompt_ids(model, tokenizer, prompt, self.state)
         self.limit = min(params.max_tokens, room(model, self.state, self.prompt))
         self.generator = new_generator(params.seed) if generator is None else generator
+        self.decoder = NativeDecoder.of(model)
+        """Reads single tokens; where it is the reason why there is none, torch does."""
         self.ends = {tokenizer.eos_id, tokenizer.end_of_msg_id, *params.stop_ids}
         self.forbidden = torch.tensor(unnamed_ids(tokenizer, model.cfg.vocab_size), dtype=torch.int64)
         self.counts = TokenCounts.of(self.prompt, model.cfg.vocab_size) if params.counts_tokens else None
@@ -198,8 +204,11 @@ class Generation:
     def _read(self, ids: list[int]) -> Float[Tensor, " vocab"]:
         """Logits after `ids`; the state has read them. Ids that may not be said are at -inf."""
         tokens = torch.tensor([ids], device=self.model.lm_head.weight.device)
-        final = self.model.hidden_states(tokens, state=self.state)
-        logits = at_least_float32(self.model.lm_head(final[:, -1:])[0, 0]).cpu()
+        if len(ids) == 1 and isinstance(self.decoder, NativeDecoder):
+            logits = self.decoder.step_state(tokens, self.state).logits[0]
+        else:
+            final = self.model.hidden_states(tokens, state=self.state)
+            logits = at_least_float32(self.model.lm_head(final[:, -1:])[0, 0]).cpu()
         return logits.index_fill(0, self.forbidden, -torch.inf)
 
     def _say(self, token: int, logprob: float) -> None:

@@ -1,14 +1,18 @@
 // Weight matrices in the types they are stored in: float32, bf16, or MXFP4 (nibbles and a power of two per 32 columns).
 //
-// A kernel reads 32 consecutive columns of a row at a time and gets them as float32 vectors in their natural order;
-// widening and decoding happen in registers and round nothing. A row that does not end at a multiple of 32 is read
-// through `last`, which fills up with zeros and touches no byte behind the row.
+// A kernel reads 32 consecutive columns of a row at a time and gets them as float32 vectors; widening and decoding happen
+// in registers and round nothing. A row that does not end at a multiple of 32 is read through `last`, which fills up
+// with zeros and touches no byte behind the row.
+//
+// `group` gives the columns in their natural order. `turned` gives them in the order that costs the fewest instructions,
+// and `turn` brings activations into the same order: a sum over columns does not mind.
 //
 //     with_format(m.format, [&](auto f) {          // f is Float32Rows, Bfloat16Rows or Mxfp4Rows
 //       decltype(f) rows(m, expert);               // rows of one matrix of a stack; 0 for a single one
 //       vf w[kGroupVectors];
 //       rows.at(r).group(c, w);                    // columns c ... c + 31, c a multiple of 32, all of them there
 //       rows.at(r).last(c, n, w);                  // columns c ... c + n - 1, then zeros; n < 32
+//       rows.at(r).turned(c, w);                   // as `group`, in the order of rows.turn(x, n, y)
 //     });
 #pragma once
 #include "rows.h"
@@ -22,6 +26,35 @@ INLINE vf multiply_add(vf a, vf b, vf c) {
   return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
   return a * b + c;
+#endif
+}
+
+INLINE vf widened(const float* p) { return load(p); }
+INLINE vf widened(const bf16* p) {  // in so many words: from vector extensions GCC makes four instructions of the first
+#if defined(__AVX512F__)
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
+#elif defined(__AVX2__)
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+#else
+  return load(p);
+#endif
+}
+
+// The even and the odd ones of 2 W numbers.
+INLINE void part_pairs(vf a, vf b, vf& even, vf& odd) {
+#if defined(__AVX512F__)
+  const __m512i low = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  even = (vf)_mm512_permutex2var_ps((__m512)a, low, (__m512)b);
+  odd = (vf)_mm512_permutex2var_ps((__m512)a, _mm512_add_epi32(low, _mm512_set1_epi32(1)), (__m512)b);
+#elif defined(__AVX2__)
+  const __m256 x = _mm256_shuffle_ps((__m256)a, (__m256)b, 0x88), y = _mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd);
+  even = (vf)_mm256_permute4x64_pd((__m256d)x, 0xd8);
+  odd = (vf)_mm256_permute4x64_pd((__m256d)y, 0xd8);
+#else
+  for (int i = 0; i < W / 2; ++i) {
+    vf x = a, y = b;
+    even[i] = x[2 * i], even[W / 2 + i] = y[2 * i], odd[i] = x[2 * i + 1], odd[W / 2 + i] = y[2 * i + 1];
+  }
 #endif
 }
 
@@ -39,33 +72,60 @@ struct Matrix {
   explicit operator bool() const { return data != nullptr; }
 };
 
+typedef uint32_t vu_any __attribute__((vector_size(W * 4), aligned(2), may_alias));
+
 template <class T>
 struct PlainRow {
   const T* p;
   INLINE void group(int64_t c, vf (&w)[kGroupVectors]) const {
     UNROLL
-    for (int v = 0; v < kGroupVectors; ++v) w[v] = load(p + c + v * W);
+    for (int v = 0; v < kGroupVectors; ++v) w[v] = widened(p + c + v * W);
   }
   INLINE void last(int64_t c, int n, vf (&w)[kGroupVectors]) const {
     T buffer[kGroup] = {};
     memcpy(buffer, p + c, size_t(n) * sizeof(T));
     PlainRow{buffer}.group(0, w);
   }
-  // Asks for the memory line that holds column c; with 32 columns a step this is every line of a row.
+  // bf16: of each pair in 32 bits, the low one moved up and the high one as it stands.
+  INLINE void turned(int64_t c, vf (&w)[kGroupVectors]) const {
+    if constexpr (std::is_same_v<T, float>) {
+      group(c, w);
+    } else {
+      UNROLL
+      for (int v = 0; v < kGroupVectors; v += 2) {
+        const vu pairs = *reinterpret_cast<const vu_any*>(p + c + v * W);
+        w[v] = (vf)(pairs << 16), w[v + 1] = (vf)(pairs & 0xffff0000u);
+      }
+    }
+  }
+  INLINE void last_turned(int64_t c, int n, vf (&w)[kGroupVectors]) const {
+    T buffer[kGroup] = {};
+    memcpy(buffer, p + c, size_t(n) * sizeof(T));
+    PlainRow{buffer}.turned(0, w);
+  }
+  // Asks for the memory lines of the 32 columns from c on, which may lie behind the row.
   INLINE void prefetch(int64_t c) const {
-    __builtin_prefetch(p + c);
-    if (sizeof(T) == 4) __builtin_prefetch(p + c + 16);
+    __builtin_prefetch(p + c, 0, 2);
+    if (sizeof(T) == 4) __builtin_prefetch(p + c + 16, 0, 2);
   }
 };
 
 template <class T>
 struct PlainRows {
-  static constexpr bool kPacked = false;
+  static constexpr bool kTurned = !std::is_same_v<T, float>;
   const T* data;
   int64_t columns;
   PlainRows() = default;
   PlainRows(const Matrix& m, int64_t i) : data(static_cast<const T*>(m.data) + i * m.rows * m.columns), columns(m.columns) {}
   INLINE PlainRow<T> at(int64_t r) const { return {data + r * columns}; }
+  // n numbers, a multiple of 32.
+  static INLINE void turn(const float* x, int64_t n, float* y) {
+    for (int64_t i = 0; i < n; i += 2 * W) {
+      vf even, odd;
+      part_pairs(load(x + i), load(x + i + W), even, odd);
+      store(y + i, even), store(y + i + W, odd);
+    }
+  }
 };
 
 using Float32Rows = PlainRows<float>;
@@ -88,14 +148,53 @@ struct Mxfp4Row {
     UNROLL
     for (int v = 0; v < kGroupVectors; ++v) w[v] = vf{};
   }
-  INLINE void prefetch(int64_t c) const { __builtin_prefetch(nibbles + c / 2); }
+  INLINE void last_turned(int64_t c, int n, vf (&w)[kGroupVectors]) const { last(c, n, w); }
+
+  INLINE void turned(int64_t c, vf (&w)[kGroupVectors]) const {
+    const uint8_t* p = nibbles + c / 2;
+    const float power = mxfp4_scale(scale[c / kGroup]);
+#if defined(__AVX512F__)
+    const __m512 table = scaled_values(power);
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    w[0] = (vf)_mm512_permutexvar_ps(bytes, table);
+    w[1] = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
+#elif defined(__AVX2__)
+    // The values are bf16 numbers. Two tables give their bytes: the even columns in the low half of a register, the odd
+    // ones in the high half; put together, pairs lie in 32 bits as in a row of bf16.
+    const __m256i high = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, -0x80, -0x41, -0x41, -0x41, -0x40, -0x40, -0x40, -0x40));
+    const __m256i low = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 0, -0x80, -0x40, 0, 0x40, -0x80, -0x40, 0, 0, -0x80, -0x40, 0, 0x40, -0x80, -0x40));
+    const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i shifted = _mm256_srlv_epi32(both, _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4));
+    const __m256i nibble = _mm256_and_si256(shifted, _mm256_set1_epi8(15));
+    const __m256i upper = _mm256_shuffle_epi8(high, nibble), lower = _mm256_shuffle_epi8(low, nibble);
+    const __m256i pairs[2] = {_mm256_unpacklo_epi8(lower, upper), _mm256_unpackhi_epi8(lower, upper)};
+    const vf factor = splat(power);
+    UNROLL
+    for (int v = 0; v < 2; ++v) {
+      w[2 * v] = (vf)((vu)pairs[v] << 16) * factor;
+      w[2 * v + 1] = (vf)((vu)pairs[v] & 0xffff0000u) * factor;
+    }
+#else
+    decode(p, power, w);
+#endif
+  }
+  INLINE void prefetch(int64_t c) const {
+    if (c % 128 == 0) __builtin_prefetch(nibbles + c / 2, 0, 2);
+  }
 
  private:
+#if defined(__AVX512F__)
+  // A table of the sixteen values; a permutation of it looks at the low four bits of a lane only.
+  static INLINE __m512 scaled_values(float scale) {
+    return _mm512_mul_ps(_mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6),
+                         _mm512_set1_ps(scale));
+  }
+#endif
   static INLINE void decode(const uint8_t* p, float scale, vf (&w)[kGroupVectors]) {
 #if defined(__AVX512F__)
-    // One table of the sixteen values, already scaled; the permutation looks at the low four bits of a lane only.
-    const __m512 table = _mm512_mul_ps(
-        _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6), _mm512_set1_ps(scale));
+    const __m512 table = scaled_values(scale);
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     const __m512 even = _mm512_permutexvar_ps(bytes, table), odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
     const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -127,7 +226,7 @@ struct Mxfp4Row {
 };
 
 struct Mxfp4Rows {
-  static constexpr bool kPacked = true;
+  static constexpr bool kTurned = W != 4;
   const uint8_t *data, *scale;
   int64_t columns;
   Mxfp4Rows() = default;
@@ -136,6 +235,14 @@ struct Mxfp4Rows {
         scale(m.scale + i * m.rows * (m.columns / kGroup)),
         columns(m.columns) {}
   INLINE Mxfp4Row at(int64_t r) const { return {data + r * (columns / 2), scale + r * (columns / kGroup)}; }
+  static INLINE void turn(const float* x, int64_t n, float* y) {
+    for (int64_t i = 0; i < n; i += 2 * W) {
+      vf even, odd;
+      part_pairs(load(x + i), load(x + i + W), even, odd);
+      if (W == 8) part_pairs(even, odd, even, odd);  // a lane of 32 bits then holds the columns of two nibbles, 2 apart
+      store(y + i, even), store(y + i + W, odd);
+    }
+  }
 };
 
 // Calls run(F{}) with F the reader of a storage format.

@@ -19,25 +19,9 @@ constexpr int64_t kPiece = 48;      // the same, and of every vector's width: wh
 template <int R, int O, class Row>
 INLINE void add_group(const Row (&rows)[O], int64_t c, const float* const (&x)[R], vf (&acc)[O][R]) {
   UNROLL
-  for (int v = 0; v < kGroupVectors; ++v) {
-    vf w[O];
-    UNROLL
-    for (int o = 0; o < O; ++o) w[o] = load(rows[o].p + c + v * W);
-    UNROLL
-    for (int r = 0; r < R; ++r) {
-      vf right = load(x[r] + v * W);
-      UNROLL
-      for (int o = 0; o < O; ++o) acc[o][r] = multiply_add(w[o], right, acc[o][r]);
-    }
-  }
-}
-
-template <int R, int O>
-INLINE void add_group(const Mxfp4Row (&rows)[O], int64_t c, const float* const (&x)[R], vf (&acc)[O][R]) {
-  UNROLL
   for (int o = 0; o < O; ++o) {
     vf w[kGroupVectors];
-    rows[o].group(c, w);
+    rows[o].turned(c, w);
     UNROLL
     for (int v = 0; v < kGroupVectors; ++v)
       UNROLL
@@ -47,7 +31,7 @@ INLINE void add_group(const Mxfp4Row (&rows)[O], int64_t c, const float* const (
 
 // y_r[o] = x_r . w_o, or more by that, for R rows and the O weight rows from `first` on.
 template <int R, int O, class Rows>
-INLINE void dot_tile(const Rows& weights, int64_t first, const float* const (&x)[R], float* const (&y)[R], bool add) {
+INLINE void dot_tile(const Rows& weights, int64_t first, const float* const (&x)[R], float* const (&y)[R], bool add, int64_t ahead) {
   using Row = decltype(weights.at(0));
   vf acc[O][R];
   Row rows[O];
@@ -63,6 +47,9 @@ INLINE void dot_tile(const Rows& weights, int64_t first, const float* const (&x)
   const int64_t n = weights.columns;
   int64_t c = 0;
   for (; c + kGroup <= n; c += kGroup) {
+    if (ahead)  // the next tile's memory, from its beginning to its end: a stream, whatever the rows' length
+      UNROLL
+      for (int o = 0; o < O; ++o) rows[0].prefetch(ahead + c * O + o * kGroup);
     add_group<R, O>(rows, c, at, acc);
     UNROLL
     for (int r = 0; r < R; ++r) at[r] += kGroup;
@@ -70,7 +57,7 @@ INLINE void dot_tile(const Rows& weights, int64_t first, const float* const (&x)
   if (c < n)
     for (int o = 0; o < O; ++o) {
       vf w[kGroupVectors];
-      rows[o].last(c, int(n - c), w);
+      rows[o].last_turned(c, int(n - c), w);
       for (int v = 0; v < kGroupVectors; ++v)
         for (int r = 0; r < R; ++r) acc[o][r] = multiply_add(w[v], load(at[r] + v * W), acc[o][r]);
     }
@@ -84,11 +71,31 @@ INLINE void dot_tile(const Rows& weights, int64_t first, const float* const (&x)
 
 template <int R, class Rows>
 __attribute__((noinline)) void dot_block(const Rows& weights, int64_t begin, int64_t end, const float* const (&x)[R],
-                                         float* const (&y)[R], bool add) {
+                                         float* const (&y)[R], bool add, bool ahead) {
   constexpr int O = tile_height(R);
+  const int64_t next = ahead * O * weights.columns;
   int64_t o = begin;
-  for (; o + O <= end; o += O) dot_tile<R, O>(weights, o, x, y, add);
-  for (; o < end; ++o) dot_tile<R, 1>(weights, o, x, y, add);
+  for (; o + O <= end; o += O) dot_tile<R, O>(weights, o, x, y, add, next);
+  for (; o < end; ++o) dot_tile<R, 1>(weights, o, x, y, add, 0);
+}
+
+// Addresses of `count` rows of activations in the order of the format; turned copies live until the next call.
+template <class Rows, class X>
+const float* const* turn_rows(int64_t n, int64_t count, X x) {
+  static thread_local std::vector<const float*> at;
+  static thread_local Arena arena;
+  at.resize(size_t(count));
+  if (Rows::kTurned) arena.reserve(size_t(count * padded(n)) + 16);
+  float* turned = Rows::kTurned ? arena.take(size_t(count * padded(n))) : nullptr;
+  for (int64_t r = 0; r < count; ++r) {
+    at[size_t(r)] = x(r);
+    if constexpr (Rows::kTurned) {
+      float* to = turned + r * padded(n);
+      Rows::turn(x(r), padded(n), to);
+      at[size_t(r)] = to;
+    }
+  }
+  return at.data();
 }
 
 // y(r)[o] = x(r) . w_o for r < count and begin <= o < end, or more by that with `add`; x(r) and y(r) are addresses of
@@ -98,26 +105,28 @@ template <class X, class Y>
 void dot_rows(const Matrix& m, int64_t index, int64_t begin, int64_t end, int64_t count, X x, Y y, bool add = false) {
   const int64_t block = count > kRowsAtOnce ? kBlockRows : end - begin;
   with_format(m.format, [&](auto f) {
-    const decltype(f) weights(m, index);
+    using Rows = decltype(f);
+    const Rows weights(m, index);
+    const float* const* turned = turn_rows<Rows>(m.columns, count, x);
     for (int64_t first = begin; first < end; first += block) {
       const int64_t last = first + block < end ? first + block : end;
       for (int64_t r = 0; r < count; r += kRowsAtOnce) {
         if (count - r >= 4) {
-          const float* const from[4] = {x(r), x(r + 1), x(r + 2), x(r + 3)};
+          const float* const from[4] = {turned[r], turned[r + 1], turned[r + 2], turned[r + 3]};
           float* const to[4] = {y(r), y(r + 1), y(r + 2), y(r + 3)};
-          dot_block<4>(weights, first, last, from, to, add);
+          dot_block<4>(weights, first, last, from, to, add, r == 0);
         } else if (count - r == 3) {
-          const float* const from[3] = {x(r), x(r + 1), x(r + 2)};
+          const float* const from[3] = {turned[r], turned[r + 1], turned[r + 2]};
           float* const to[3] = {y(r), y(r + 1), y(r + 2)};
-          dot_block<3>(weights, first, last, from, to, add);
+          dot_block<3>(weights, first, last, from, to, add, r == 0);
         } else if (count - r == 2) {
-          const float* const from[2] = {x(r), x(r + 1)};
+          const float* const from[2] = {turned[r], turned[r + 1]};
           float* const to[2] = {y(r), y(r + 1)};
-          dot_block<2>(weights, first, last, from, to, add);
+          dot_block<2>(weights, first, last, from, to, add, r == 0);
         } else {
-          const float* const from[1] = {x(r)};
+          const float* const from[1] = {turned[r]};
           float* const to[1] = {y(r)};
-          dot_block<1>(weights, first, last, from, to, add);
+          dot_block<1>(weights, first, last, from, to, add, r == 0);
         }
       }
     }

@@ -1,5 +1,6 @@
-// What one core can do at most: float32 multiply-adds on registers alone.
+// What this machine can do at most: float32 multiply-adds on registers alone, and reading memory with nothing done to it.
 #include "simd.h"
+#include "team.h"
 
 // Independent multiply-adds in flight: at least latency times units (8 to 16), and with two constants no more than
 // there are registers, or the loop would measure how fast they are spilled.
@@ -27,5 +28,25 @@ float roofline_multiply_adds(int64_t rounds) {
 }
 
 int64_t roofline_operations(int64_t rounds) { return rounds * N * W * 2; }
+
+// Reads n floats once, from the first to the last, and writes a number that depends on all of them. n is a multiple of
+// 1 << 14; threads take such pieces as they come.
+void roofline_read(const float* p, int64_t n, int64_t threads, float* out) {
+  constexpr int64_t kPiece = 1 << 14;
+  std::atomic<int> any{0};
+  Team::run(int(threads), [&](Member team) {
+    team.share(n / kPiece, 1, [&](int64_t begin, int64_t end) {
+      vi seen[8] = {};
+      for (const float *x = p + begin * kPiece, *stop = p + end * kPiece; x < stop; x += 8 * W)
+        UNROLL
+        for (int i = 0; i < 8; ++i) seen[i] |= (vi)load(x + i * W);
+      vi all = {};
+      UNROLL
+      for (int i = 0; i < 8; ++i) all |= seen[i];
+      for (int i = 0; i < W; ++i) any.fetch_or(all[i], std::memory_order_relaxed);
+    });
+  });
+  *out = float(any.load());
+}
 
 }  // extern "C"
