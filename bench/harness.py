@@ -204,12 +204,34 @@ def cell(name: str, value: object) -> str:
         return f"{value:.0%}" if abs(value) >= 0.1 else f"{value:.1%}"
     if name.endswith("ratio"):
         return f"{value:.2f}x" if value < 10 else f"{value:.0f}x"
+    if value and abs(value) >= 1e9:
+        return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3g}"
 
 
 def print_table(rows: Iterable[Row | Record]) -> None:
     """A whole table at once."""
     Table().add(rows)
+
+
+def markdown(name: str, whole: Record) -> str:
+    """What `write_json` wrote as a section with one table: the machine, the flags, further facts, the rows."""
+    machine, rows = whole["machine"], whole["rows"]
+    told = ", ".join(f"{key} {value}" for key, value in machine.items() if value is not None)
+    flags = " ".join(f"{key}={value}" for key, value in whole["options"].items() if key != "json")
+    known = {"name", "machine", "options", "rows"}
+    facts = [f"{key.replace('_', ' ')} {cell(key, value)}" for key, value in whole.items() if key not in known]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [
+        f"### {name}",
+        "",
+        f"{told}. Flags: {flags}." + (f" {'; '.join(facts)}." if facts else ""),
+        "",
+        "| " + " | ".join(column.replace("_", " ") for column in columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(cell(column, row.get(column)) for column in columns) + " |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 # ---------------------------------------------------------------------- figures on disk

@@ -35,6 +35,8 @@ COMMANDS = {
     "export": Command("export", "ExportArgs", "write a model into a GGUF file for llama.cpp"),
     "inspect": Command("inspect", "InspectArgs", "what a config is made of: layers, parameters, bytes, FLOPs"),
     "plan": Command("plan", "PlanArgs", "what training or serving a config needs, and what would fit"),
+    "doctor": Command("doctor", "DoctorArgs", "this machine: what runs on what, proof that it is exact, how fast"),
+    "bench": Command("bench", "BenchArgs", "measure side by side with torch and with other programs"),
 }
 
 

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanok3.config import K3Config
@@ -92,6 +92,8 @@ class Operator:
     reference: Callable[..., Any]
     draw: Callable[[Draw], tuple[Any, ...]]
     gradients: bool = True
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    """In which it is compared with the reference."""
     flops: Callable[..., float] | None = None
     """Arithmetic of a forward call as a function of the arguments; None where memory is what limits."""
 
@@ -115,15 +117,16 @@ def watch() -> Iterator[list[Answer]]:
     answers: list[Answer] = []
     inside: list[FrameType] = []
 
+    @no_type_check  # called for every function of the block: checking its types takes longer than the block
     def note(frame: FrameType, event: str, value: object) -> None:
-        name = frame.f_globals.get("__name__", "")
-        if event == "call" and not inside and name.startswith(KERNELS) and frame.f_code.co_name != "<module>":
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if event == "call" and not inside and module.startswith(KERNELS):
             inside.append(frame)
         elif event == "return" and inside and frame is inside[0]:
             inside.clear()
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and name != "<module>":
                 taken = value is not NotImplemented and value is not None
-                answers.append(Answer(f"{name.removeprefix(KERNELS[0])}.{frame.f_code.co_name}", taken))
+                answers.append(Answer(f"{module.removeprefix(KERNELS[0])}.{name}", taken))
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -148,11 +151,13 @@ class _Products(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def kernels_of(operator: Operator, draw: Draw) -> list[Answer]:
+def kernels_of(operator: Operator, draw: Draw, training: bool = False) -> list[Answer]:
     """What a call of `operator` with these inputs asks for, each once; nothing where torch does small change only."""
-    inputs = operator.draw(draw)
-    with torch.no_grad(), watch() as answers:
-        operator.run(*inputs)
+    inputs = [_leaf(x) if training else x for x in operator.draw(draw)]
+    with torch.set_grad_enabled(training):
+        operator.run(*inputs)  # unwatched: the first call imports and builds
+        with watch() as answers:
+            operator.run(*inputs)
     return list(dict.fromkeys(answers))
 
 
@@ -200,6 +205,8 @@ def _evaluate(run: Callable[..., Any], inputs: list[Any], gradients: bool) -> tu
 
 
 def _leaf(x: Any) -> Any:
+    if isinstance(x, nn.Parameter):
+        return nn.Parameter(x.detach())
     return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
@@ -321,7 +328,8 @@ def _threads(model: K3) -> tuple[Tensor, Tensor]:
         torch.set_num_threads(threads)
 
 
-EQUALITIES: tuple[tuple[str, Callable[[K3], tuple[Tensor, Tensor]], float], ...] = (
+Equality = tuple[str, Callable[[K3], tuple[Tensor, Tensor]], float]
+EQUALITIES: tuple[Equality, ...] = (
     ("token by token = at once", _token_by_token, 3e-5),
     ("in pieces with a cache = at once", _cached, 3e-5),
     ("a batch = each row alone", _batched, 3e-5),
@@ -334,14 +342,21 @@ EQUALITIES: tuple[tuple[str, Callable[[K3], tuple[Tensor, Tensor]], float], ...]
 """Name, function of the model that gives both sides, bound. In float32."""
 
 
-def check_model(backend: Backend, model: K3 | None = None) -> Iterator[Check]:
-    """The equalities, then logits and gradients beside the same model in float64."""
+def check_equalities(
+    backend: Backend, model: K3 | None = None, equalities: Sequence[Equality] = EQUALITIES
+) -> Iterator[Check]:
+    """All ways to read the same tokens beside each other."""
+    model = (model or awkward_model()).to(backend.device)
+    with backend.context(), torch.no_grad():
+        for what, sides, bound in equalities:
+            found, expected = sides(model)
+            yield Check(what, backend.name, error_of(found, expected), bound)
+
+
+def check_float64(backend: Backend, model: K3 | None = None) -> Iterator[Check]:
+    """Logits and gradients of a packed row beside the same model in float64."""
     model = (model or awkward_model()).to(backend.device)
     with backend.context():
-        for what, sides, bound in EQUALITIES:
-            with torch.no_grad():
-                found, expected = sides(model)
-            yield Check(what, backend.name, error_of(found, expected), bound)
         logits, gradients = _logits_and_gradients(model)
     expected_logits, expected_gradients = _logits_and_gradients(copy.deepcopy(model).cpu().double())
     yield Check("logits = those in float64", backend.name, error_of(logits, expected_logits), 3e-5)

@@ -6,16 +6,20 @@ checks compare it with its reference, and the measurements time it.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanok3.config import K3Config
 from nanok3.eval.exactness import Draw, Operator, awkward_model
 from nanok3.model.attn_res import mix, mix_reference
 from nanok3.model.basics import Linear, RMSNorm, rms_normalize
+from nanok3.model.cache import ModelState
+from nanok3.model.decoder import K3
 from nanok3.model.kda import OutputNorm, kda, kda_reference, l2_normalize, log_decay
 from nanok3.model.latent_moe import Experts, PackedExperts, Routing, routed, routed_reference
 from nanok3.model.mla import causal_attention, causal_attention_reference, latent_attention
@@ -59,7 +63,7 @@ def kda_flops(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> float:
 
 
 def draw_conv(draw: Draw) -> tuple[Any, ...]:
-    B, T, C = (1, 2048, 512) if draw.large else (2, 37, 45)
+    B, T, C = (1, 16384, 512) if draw.large else (2, 37, 45)
     return draw(B, T, C), draw.wide(C, 1, 4)
 
 
@@ -68,7 +72,7 @@ def l2_reference(x: Tensor) -> Tensor:
 
 
 def draw_gate(draw: Draw) -> tuple[Any, ...]:
-    T, H, K = (2048, 8, 64) if draw.large else (37, 3, 20)
+    T, H, K = (16384, 8, 64) if draw.large else (37, 3, 20)
     return draw(1, T, H, K), draw.wide(H), draw.wide(H * K), -5.0
 
 
@@ -87,12 +91,12 @@ def gated_norm(o: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 
 
 def draw_norm(draw: Draw) -> tuple[Any, ...]:
-    T, D = (2048, 256) if draw.large else (37, 45)
+    T, D = (16384, 256) if draw.large else (37, 45)
     return draw(1, T, D), draw.wide(D)
 
 
 def draw_gated_norm(draw: Draw) -> tuple[Any, ...]:
-    T, H, V = (2048, 8, 64) if draw.large else (37, 3, 20)
+    T, H, V = (16384, 8, 64) if draw.large else (37, 3, 20)
     return draw(1, T, H, V), draw(1, T, H, V), draw.wide(V)
 
 
@@ -101,12 +105,12 @@ def gated_norm_reference(o: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 
 
 def draw_situ(draw: Draw) -> tuple[Any, ...]:
-    n, inner = (2048, 512) if draw.large else (37, 45)
+    n, inner = (16384, 512) if draw.large else (37, 45)
     return draw(n, inner), draw(n, inner)
 
 
 def draw_mix(draw: Draw) -> tuple[Any, ...]:
-    T, D, S = (2048, 256, 4) if draw.large else (37, 45, 3)
+    T, D, S = (16384, 256, 4) if draw.large else (37, 45, 3)
     return draw.wide(D), draw.wide(1, D) / D**0.5, *(draw(1, T, D) for _ in range(S))
 
 
@@ -140,7 +144,7 @@ def draw_experts(draw: Draw) -> tuple[Any, ...]:
     cfg, n = moe_config(draw), 512 if draw.large else 37
     E, inner, latent = cfg.num_experts, cfg.moe_intermediate_size, cfg.latent_size
     up, down = (E, inner, latent), (E, latent, inner)
-    weights = [draw(*shape) / shape[-1] ** 0.5 for shape in (up, down, up)]
+    weights = [nn.Parameter(draw(*shape) / shape[-1] ** 0.5, requires_grad=False) for shape in (up, down, up)]
     scores = draw.uniform(n, E)
     scores[:, 1] = 0
     chosen = scores.topk(cfg.num_experts_per_token, dim=-1).indices
@@ -169,14 +173,15 @@ def expert_flops(_cfg: K3Config, _z: Tensor, chosen: Tensor, _p: Tensor, w1: Ten
 
 
 def draw_packed(draw: Draw) -> tuple[Any, ...]:
-    """Widths are multiples of the 32 weights that share a scale. Weights packed in (packed, scale) pairs."""
-    cfg = K3Config.small() if draw.large else K3Config.tiny(num_experts=5, num_experts_per_token=2)
-    E, inner, latent, n = cfg.num_experts, cfg.moe_intermediate_size, cfg.latent_size, 64 if draw.large else 13
-    packed = [
-        quantize_mxfp4(draw.wide(*shape) / shape[-1] ** 0.5) for shape in ((E, inner, latent), (E, latent, inner))
-    ]
+    """Widths are multiples of the 32 weights that share a scale. Large: one token that every expert works for."""
+    tiny = K3Config.tiny(num_experts=5, num_experts_per_token=2)
+    large = replace(tiny, num_experts_per_token=5, moe_intermediate_size=1024, routed_expert_hidden_size=1024)
+    cfg, n = (large, 1) if draw.large else (tiny, 13)
+    E, inner, latent = cfg.num_experts, cfg.moe_intermediate_size, cfg.latent_size
+    shapes = (E, inner, latent), (E, latent, inner), (E, inner, latent)
+    packed = [x for shape in shapes for x in quantize_mxfp4(draw.wide(*shape) / shape[-1] ** 0.5)]
     chosen = draw.uniform(n, E).topk(cfg.num_experts_per_token, dim=-1).indices
-    return cfg, draw(n, latent), chosen, draw.uniform(*chosen.shape), *packed[0], *packed[1], *packed[0]
+    return cfg, draw(n, latent), chosen, draw.uniform(*chosen.shape), *packed
 
 
 def packed_experts(cfg: K3Config, z: Tensor, chosen: Tensor, p: Tensor, *packed: Tensor) -> Tensor:
@@ -238,6 +243,29 @@ def draw_loss(draw: Draw) -> tuple[Any, ...]:
     return draw(n, D), draw(vocab, D) / D**0.5, targets
 
 
+# ---------------------------------------------------------------------- a token through all layers
+
+
+def draw_token(draw: Draw) -> tuple[Any, ...]:
+    """A model, what it has read, its state after that, and the next token of each row."""
+    cfg = K3Config.small() if draw.large else None
+    model = (awkward_model() if cfg is None else K3(cfg).eval().requires_grad_(False)).to(draw.device, draw.dtype)
+    ids = (draw.uniform(1 if draw.large else 2, 20) * model.cfg.vocab_size).long()
+    state = model.new_state(len(ids))
+    with torch.no_grad():
+        model(ids[:, :-1], state=state)
+    return model, ids, state
+
+
+def next_token(model: K3, ids: Tensor, state: ModelState) -> Tensor:
+    return model(ids[:, -1:], state=state.clone()).logits
+
+
+def next_token_reference(model: K3, ids: Tensor, _: ModelState) -> Tensor:
+    """The whole text at once, in float64."""
+    return copy.deepcopy(model).cpu().double()(ids).logits[:, -1:]
+
+
 OPERATORS: tuple[Operator, ...] = (
     Operator("KDA", kda, kda_reference, draw_kda, flops=kda_flops),
     Operator("KDA, one token", kda, kda_reference, draw_step),
@@ -253,5 +281,6 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("experts in MXFP4", packed_experts, packed_reference, draw_packed, gradients=False),
     Operator("attention, prefill", attention, attention_reference, draw_attention, flops=attention_flops),
     Operator("attention, decode", latent_attention, latent_reference, draw_latent),
+    Operator("token, all layers", next_token, next_token_reference, draw_token, False, (torch.float32,)),
     Operator("loss", cross_entropy, cross_entropy_reference, draw_loss, flops=lambda h, w, _: 2.0 * len(h) * w.numel()),
 )

@@ -1,0 +1,151 @@
+"""`nanok3 bench`: run the side-by-side measurements of the checkout, and make their figures into a page.
+
+    nanok3 bench                          what there is
+    nanok3 bench kda fused --threads 2    run these
+    nanok3 bench quick                    a few minutes of them; `all` runs every one
+    nanok3 bench --report                 all figures so far as Markdown, for docs/log.md
+
+A benchmark is a script of bench/ that writes runs/bench/NAME.json; its own flags are those of the script
+(`python bench/kda.py --help`).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import tyro
+
+QUICK = ("kda", "fused", "linear", "decode", "startup")
+"""A few minutes together."""
+FOLDER = Path("runs/bench")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchArgs:
+    """Run the benchmarks of the checkout."""
+
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Which; `quick` for a few minutes of them, `all` for every one. Without a name they are listed."""
+    threads: int | None = None
+    """CPU threads; each benchmark's own default when not given."""
+    rounds: int | None = None
+    """Turns of every contender."""
+    json: Path = FOLDER
+    """The folder of the figures: NAME.json of each."""
+    report: bool = False
+    """Print the figures of that folder as Markdown instead of measuring."""
+
+
+def main(args: BenchArgs) -> None:
+    """Run the command; SystemExit(1) if a benchmark fails."""
+    scripts = benchmarks(checkout())
+    for name in ("threads", "rounds"):
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= 1024:
+            raise ValueError(f"{name} is {value}; it must lie between 1 and 1024")
+    if args.report:
+        print(report(args.json, checkout()), end="")
+    elif not args.names:
+        print("\n".join(f"{name:12s} {about(script)}" for name, script in scripts.items()))
+    else:
+        failed = [name for name in chosen(args.names, scripts) if not run(name, scripts[name], args)]
+        if failed:
+            print(f"failed: {', '.join(failed)}", file=sys.stderr)
+            raise SystemExit(1)
+
+
+# ---------------------------------------------------------------------- what there is
+
+
+def checkout() -> Path:
+    """The folder of the benchmarks. ValueError where the package was installed without it."""
+    folder = Path(__file__).parents[2] / "bench"
+    if not (folder / "harness.py").exists():
+        raise ValueError(f"benchmarks live in the checkout, in bench/; {folder} is not there. Clone the repository")
+    return folder
+
+
+def benchmarks(folder: Path) -> dict[str, Path]:
+    """Scripts that can be run and write figures, by name."""
+    found = {}
+    for script in sorted(folder.glob("*.py")):
+        source = script.read_text("utf-8")
+        if '__name__ == "__main__"' in source and f"{FOLDER}/{script.stem}" in source:
+            found[script.stem] = script
+    return found
+
+
+def about(script: Path) -> str:
+    """The first line of its docstring."""
+    return (ast.get_docstring(ast.parse(script.read_text("utf-8"))) or "").partition("\n")[0]
+
+
+def chosen(names: Sequence[str], scripts: dict[str, Path]) -> list[str]:
+    """The names with `quick` and `all` spelt out, each once. ValueError for an unknown one."""
+    wanted: list[str] = []
+    for name in names:
+        if name not in scripts and name not in ("quick", "all"):
+            raise ValueError(f"names holds {name!r}; allowed: quick, all, {', '.join(scripts)}")
+        several = {"quick": [n for n in QUICK if n in scripts], "all": list(scripts)}
+        wanted += several.get(name, [name])
+    return list(dict.fromkeys(wanted))
+
+
+# ---------------------------------------------------------------------- running
+
+
+def run(name: str, script: Path, args: BenchArgs) -> bool:
+    """One benchmark in a process of its own; whether it ended well."""
+    flags = [str(script)]
+    if args.threads is not None:
+        flags += ["--threads", str(args.threads)]
+    if args.rounds is not None:
+        flags += ["--rounds", str(args.rounds)]
+    if args.json != FOLDER:
+        flags += ["--json", str(args.json / f"{name}.json")]
+    print(f"\n== {name}: {about(script)}", flush=True)
+    return subprocess.run([sys.executable, *flags], env=environment(args.threads), check=False).returncode == 0
+
+
+def environment(threads: int | None) -> dict[str, str]:
+    """Threads that sleep while they wait, the same number for every library."""
+    set_here = {"OMP_WAIT_POLICY": "passive"} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    return {**os.environ, **set_here}
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def report(figures: Path, folder: Path) -> str:
+    """Every JSON file of a folder as a Markdown table. ValueError where there is none, or one is damaged."""
+    harness = _harness(folder)
+    files = sorted(figures.rglob("*.json"))
+    if not files:
+        raise ValueError(f"json: {figures} holds no figures; run `nanok3 bench quick` first")
+    sections = []
+    for file in files:
+        try:
+            whole = json.loads(file.read_text("utf-8"))
+            sections.append(harness.markdown(file.stem, whole))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"json: {file} holds no figures of a benchmark ({error!r}); remove it") from None
+    return "\n".join(sections)
+
+
+def _harness(folder: Path) -> ModuleType:
+    """bench/harness.py, which knows how its tables look."""
+    spec = importlib.util.spec_from_file_location("harness", folder / "harness.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.setdefault("harness", importlib.util.module_from_spec(spec))  # its dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
