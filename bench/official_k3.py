@@ -7,7 +7,7 @@ place: FLA's short convolution, gated norm and KDA with the same call signatures
 naive chunk form where fla-core is given, else the token recurrence; decode always the recurrence. The class declares
 only flash attention; it runs with torch's SDPA here, which gives the same logits.
 
-As a worker it reads one JSON request a line and answers with one, like the worker of bench/inference.py. It is run by
+It reads one request a line and answers with a JSON object, like the other workers of bench/inference.py. It is run in
 the environment of the peers and knows nothing of nanok3.
 """
 
@@ -17,7 +17,7 @@ import argparse
 import importlib.util
 import json
 import os
-import resource
+import re
 import sys
 import time
 import types
@@ -201,18 +201,25 @@ class Worker:
         for _ in range(tokens):
             self.model(input_ids=self.ids(batch, 1), past_key_values=past, use_cache=True)
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        batch, tokens = request["batch"], request["tokens"]
-        if request["what"] == "logits":
+    def answer(self, what: str, *words: str) -> dict[str, float]:
+        """`prefill TOKENS BATCH 0`, `decode TOKENS BATCH DEPTH`, or `logits IDS.txt OUT.f32`."""
+        if what == "logits":
+            ids = [int(word) for word in Path(words[0]).read_text().split()]
             with torch.inference_mode():
-                logits = self.model(input_ids=torch.tensor([request["ids"]]), use_cache=False).logits[0].float()
-            logits.numpy().tofile(request["out"])
+                logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+            logits.numpy().tofile(words[1])
             return {}
-        if request["what"] == "prefill":
+        tokens, batch, depth = map(int, words)
+        if what == "prefill":
             return timed(lambda: self.prefill(tokens, batch))
-        past = self.prefill(max(request["depth"], 1), batch)
+        past = self.prefill(max(depth, 1), batch)
         self.decode(past, batch, 2)
         return timed(lambda: self.decode(past, batch, tokens))
+
+
+def peak_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])  # type: ignore[index]
 
 
 def timed(run: Callable[[], object]) -> dict[str, float]:
@@ -234,8 +241,8 @@ def main() -> None:
     worker = Worker(load(args.official, args.fla, args.model, getattr(torch, args.dtype)))
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        answer = worker.answer(json.loads(line))
-        answer["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        answer = worker.answer(*line.split())
+        answer["peak_rss"] = peak_memory()
         print(json.dumps(answer), flush=True)
 
 

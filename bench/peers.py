@@ -31,7 +31,7 @@ FOLDER = HOME / "peers"
 PYTHON = HOME / "bin" / "python"
 TORCH = "torch==2.13.0"
 LLAMA_TOOLS = ("llama-bench", "llama-batched-bench", "llama-tokenize")
-LOGITS_SOURCE = Path(__file__).resolve().parent / "llama_logits.cpp"
+LLAMA_PROGRAMS = ("llama_logits", "llama_worker")
 
 
 class Unavailable(Exception):
@@ -90,15 +90,15 @@ def find(name: str) -> Peer | None:
     return Peer(name, recipe.version, PYTHON, recipe.folder)
 
 
-def llama_logits() -> Path:
-    """Our program that writes llama.cpp's logits, compiled against the build when its source is newer."""
-    peer = ensure("llama.cpp")
-    program = peer.folder / "build" / "bin" / "llama_logits"
-    if not program.exists() or program.stat().st_mtime < LOGITS_SOURCE.stat().st_mtime:
-        source, libraries = peer.folder / "source", peer.folder / "build" / "bin"
-        command = [_compiler(), "-O2", "-std=c++17", LOGITS_SOURCE, f"-I{source}/include", f"-I{source}/ggml/include"]
+def llama_program(name: str) -> Path:
+    """A program of ours against llama.cpp's library, compiled from bench/`name`.cpp when that is newer."""
+    peer, source = ensure("llama.cpp"), Path(__file__).resolve().with_name(f"{name}.cpp")
+    program = peer.folder / "build" / "bin" / name
+    if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
+        tree, libraries = peer.folder / "source", peer.folder / "build" / "bin"
+        command = [_compiler(), "-O2", "-std=c++17", source, f"-I{tree}/include", f"-I{tree}/ggml/include"]
         command += [f"-L{libraries}", "-lllama", "-lggml", "-lggml-base", f"-Wl,-rpath,{libraries}", "-o", program]
-        run(command, "compiling llama_logits.cpp")
+        run(command, f"compiling {source.name}")
     return program
 
 
@@ -206,6 +206,9 @@ def main(names: list[str]) -> int:
     for name in names or list(RECIPES):
         try:
             peer = ensure(name)
+            if name == "llama.cpp":
+                for program in LLAMA_PROGRAMS:
+                    llama_program(program)
             print(f"{name:14s}{peer.version:16s}{peer.folder}")
         except (Unavailable, ValueError) as error:
             missing += 1
