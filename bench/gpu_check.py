@@ -175,7 +175,7 @@ def _usable() -> bool:
     try:
         torch.cuda.synchronize()
         return bool(torch.ones(2, device="cuda").sum().item() == 2)
-    except RuntimeError:
+    except Exception:  # whatever it says: it cannot compute
         return False
 
 
@@ -309,9 +309,17 @@ def check(options: Options) -> Findings:
     return findings
 
 
+def _finds_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def main(options: Options) -> int:
     if options.device not in ("cuda", "cpu"):
         raise SystemExit(f"--device is {options.device!r}; allowed: cuda, cpu")
+    if options.device == "cuda" and not _finds_cuda():
+        raise SystemExit("torch finds no CUDA device here; --device cpu --quick tries the script without one")
     began = time.monotonic()
     findings = check(options)
     facts = {"failed": findings.failed, "broken": findings.broken, "seconds": findings.seconds}

@@ -88,6 +88,12 @@ def test_unknown_names_are_refused(gpu_check):
         gpu_check.main(gpu_check.Options(device="tpu"))
 
 
+def test_without_a_gpu_it_says_so_at_once(gpu_check, monkeypatch):
+    monkeypatch.setattr(gpu_check, "_finds_cuda", lambda: False)
+    with pytest.raises(SystemExit, match="torch finds no CUDA device here"):
+        gpu_check.main(gpu_check.Options())
+
+
 @pytest.mark.slow
 def test_it_runs_to_its_end_on_a_cpu(tmp_path):
     figures = tmp_path / "gpu.json"

@@ -33,17 +33,22 @@ def run(file: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @needs("triton")
 def test_kernels_under_the_interpreter():
     run("interpreted_kernels.py", TRITON_INTERPRET="1")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @needs("triton", "fla", "einops")
 def test_fla_under_the_interpreter():
     run("interpreted_fla.py", TRITON_INTERPRET="1", FLA_DISABLE_BACKEND_DISPATCH="1")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @needs("triton")
 def test_kernels_assemble_for_gpus(tmp_path):
     run("compiled_kernels.py", TRITON_CACHE_DIR=str(tmp_path))
