@@ -3,23 +3,21 @@
     python bench/fused.py --tokens 4096 --threads 1
 
 Both forms are the model's own functions, with the kernels and with the kernels switched off; they get the same inputs,
-threads and clock, and take turns within a round. Before anything is timed the two are compared. The table gives the
-best time of each, their ratio (above 1 the kernel is faster), and the kernel's rate over the bytes that have to move:
-every input read once and every output written once. A plain copy in the first row is the rate that memory allows.
+threads and clock, and take turns within a round. Before anything is timed the two are compared. Besides the times the
+table gives each form's rate over the bytes that have to move: every input read once and every output written once. A
+plain copy is the rate that memory allows; above it the operands stayed in a cache.
 
 On a machine with other work use `--cpu-time --threads 1`: it counts the process's CPU seconds instead of the clock.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import harness
 import torch
 import tyro
 from torch import Tensor, nn
@@ -37,13 +35,11 @@ LIBRARIES = ("situ", "attn_res", "short_conv", "norms")
 
 
 @dataclass
-class Options:
+class Options(harness.Options):
     tokens: int = 4096
-    threads: int = 1
     rounds: int = 10
     float32: bool = False
     """Inputs in float32 instead of bf16."""
-    cpu_time: bool = False
     json: Path = Path("runs/bench/fused.json")
 
 
@@ -55,17 +51,6 @@ class Case:
     size: str
     run: Callable[..., Tensor]
     inputs: list[Tensor]
-
-
-@dataclass
-class Result:
-    case: str
-    size: str
-    what: str
-    torch_ms: float
-    kernel_ms: float
-    ratio: float
-    gb_per_s: float
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -111,30 +96,30 @@ def without_kernels() -> Iterator[None]:
         native.load = load
 
 
+def switched_off(run: Callable[[], object]) -> Callable[[], object]:
+    def without() -> None:
+        with without_kernels():
+            run()
+
+    return without
+
+
 def check_equal(case: Case) -> None:
     """Both forms give the same output; the bound is far above rounding and far below a bug."""
     ours = case.run(*case.inputs).double()
     with without_kernels():
         theirs = case.run(*case.inputs).double()
-    error = ((ours - theirs).norm() / theirs.norm()).item()
-    if error > 1e-2:
-        raise SystemExit(f"{case.name}: the kernel differs from the torch form by {error:.1e}: nothing to time")
+    harness.must_agree(f"{case.name}: the kernel", ((ours - theirs).norm() / theirs.norm()).item(), 1e-2)
 
 
-def timed(options: Options, run: Callable[[], object]) -> float:
-    clock = time.process_time if options.cpu_time else time.perf_counter
-    start = clock()
-    run()
-    return clock() - start
-
-
-def results_of(options: Options, case: Case) -> list[Result]:
+def rows_of(options: Options, case: Case, copied: float) -> list[harness.Row]:
     """Forward without gradients, and backward alone."""
     leaves = [x.detach().requires_grad_() for x in case.inputs]
     ours = case.run(*leaves)
     with without_kernels():
         theirs = case.run(*leaves)
     gradient = torch.randn(ours.shape).to(ours.dtype)
+    read, written = sum(x.nbytes for x in case.inputs), ours.nbytes
 
     def forward() -> None:
         with torch.no_grad():
@@ -143,61 +128,42 @@ def results_of(options: Options, case: Case) -> list[Result]:
     def backward(out: Tensor) -> None:
         torch.autograd.grad(out, leaves, gradient, retain_graph=True)
 
-    best = dict.fromkeys(("torch forward", "kernel forward", "torch backward", "kernel backward"), float("inf"))
-    for _ in range(options.rounds + 1):
-        with without_kernels():
-            best["torch forward"] = min(best["torch forward"], timed(options, forward))
-        best["kernel forward"] = min(best["kernel forward"], timed(options, forward))
-        best["torch backward"] = min(best["torch backward"], timed(options, lambda: backward(theirs)))
-        best["kernel backward"] = min(best["kernel backward"], timed(options, lambda: backward(ours)))
-    read, written = sum(x.nbytes for x in case.inputs), ours.nbytes
-    moved = {"forward": read + written, "backward": 2 * read + written}
-    return [
-        Result(case.name, case.size, what, theirs * 1e3, ours * 1e3, theirs / ours, moved[what] / ours / 1e9)
-        for what in moved
-        for theirs, ours in [(best[f"torch {what}"], best[f"kernel {what}"])]
-    ]
+    passes = {
+        "forward": ({"C++ kernel": forward, "torch": switched_off(forward)}, read + written),
+        "backward": ({"C++ kernel": lambda: backward(ours), "torch": lambda: backward(theirs)}, 2 * read + written),
+    }
+    rows = []
+    for what, (contenders, moved) in passes.items():
+        seconds = harness.rounds(contenders, options.rounds, options.clock())
+        rates = {name: moved / min(times) / 1e9 for name, times in seconds.items()}
+        more = lambda name, _, rates=rates: {"GB_per_s": rates[name], "of_copy": rates[name] / copied}  # noqa: E731
+        rows += harness.rows_of(f"{case.name} {case.size} {what}", seconds, "C++ kernel", more)
+    return rows
 
 
 def copy_rate(options: Options) -> float:
     """GB/s, read plus written, of copying an array far larger than the caches."""
     a = torch.zeros(32 * 2**20)
     b = torch.empty_like(a)
-    return 2 * a.nbytes / min(timed(options, lambda: b.copy_(a)) for _ in range(options.rounds)) / 1e9
+    seconds = harness.rounds({"copy": lambda: b.copy_(a)}, options.rounds, options.clock())
+    return 2 * a.nbytes / min(seconds["copy"]) / 1e9
 
 
 def main(options: Options) -> None:
     for library in LIBRARIES:
         if not native.available(library):
             raise SystemExit(f"no C++ compiler builds the {library} kernel here")
-    if options.cpu_time and options.threads > 1:
-        raise SystemExit("--cpu-time adds up all threads: use it with --threads 1")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     keep_freed_memory()
     copied = copy_rate(options)
-    machine = {"load": os.getloadavg()[0], "cpu": native.cpu_features().splitlines()[-1], "torch": torch.__version__}
-    kind = "float32" if options.float32 else "bf16"
-    print(f"{kind}, {options.threads} thread(s), load {machine['load']:.1f}; copying moves {copied:.1f} GB/s")
-    print("operation    size              pass        torch ms  kernel ms   ratio    GB/s")
-    rows: list[Result] = []
+    print(harness.machine_line(options.threads))
+    print(f"{'float32' if options.float32 else 'bf16'}; copying moves {copied:.1f} GB/s")
+    table = harness.Table()
     for case in cases(options):
         check_equal(case)
-        for row in results_of(options, case):
-            rows.append(row)
-            print(
-                f"{row.case:12s} {row.size:16s}  {row.what:9s} {row.torch_ms:10.2f} {row.kernel_ms:10.2f}"
-                f" {row.ratio:6.1f}x {row.gb_per_s:7.1f}",
-                flush=True,
-            )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "machine": machine,
-        "options": asdict(options),
-        "copy_gb_per_s": copied,
-        "rows": [asdict(r) for r in rows],
-    }
-    options.json.write_text(json.dumps(record, indent=1, default=str))
+        table.add(rows_of(options, case, copied))
+    harness.write_json(options.json, table.records, options, copy_GB_per_s=copied)
 
 
 if __name__ == "__main__":

@@ -185,8 +185,8 @@ class Table:
             cells = [cell(name, record.get(name)) for record in new]
             text = any(isinstance(record.get(name), str) for record in new)
             # Negative: from the left. Room to spare, for what later rows bring.
-            widest = max(map(len, [name, *cells]))
-            self.widths[name] = -max(widest, 12) - 2 if text else max(widest, 8)
+            widest, least = max(map(len, [name, *cells])), 12 if self.widths else 32
+            self.widths[name] = -max(widest, least) - 2 if text else max(widest, 8)
         print(self._line([name.replace("_", " ") for name in self.widths]))
 
     def _line(self, cells: Iterable[str]) -> str:

@@ -91,13 +91,14 @@ def about(script: Path) -> str:
 
 
 def chosen(names: Sequence[str], scripts: dict[str, Path]) -> list[str]:
-    """The names with `quick` and `all` spelt out, each once. ValueError for an unknown one."""
+    """The names with `quick`, `all` and beginnings of one name only spelt out, each once. ValueError for any other."""
     wanted: list[str] = []
+    several = {"quick": [n for n in QUICK if n in scripts], "all": list(scripts)} | {n: [n] for n in scripts}
     for name in names:
-        if name not in scripts and name not in ("quick", "all"):
+        found = several.get(name) or [n for n in scripts if n.startswith(name)]
+        if name not in several and len(found) != 1:
             raise ValueError(f"names holds {name!r}; allowed: quick, all, {', '.join(scripts)}")
-        several = {"quick": [n for n in QUICK if n in scripts], "all": list(scripts)}
-        wanted += several.get(name, [name])
+        wanted += found
     return list(dict.fromkeys(wanted))
 
 
@@ -129,7 +130,7 @@ def environment(threads: int | None) -> dict[str, str]:
 def report(figures: Path, folder: Path) -> str:
     """Every JSON file of a folder as a Markdown table. ValueError where there is none, or one is damaged."""
     harness = _harness(folder)
-    files = sorted(figures.rglob("*.json"))
+    files = sorted(figures.glob("*.json"))
     if not files:
         raise ValueError(f"json: {figures} holds no figures; run `nanok3 bench quick` first")
     sections = []

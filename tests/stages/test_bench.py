@@ -56,6 +56,9 @@ def test_without_a_name_they_are_listed(folder, capsys):
 def test_names_are_spelt_out_once(folder):
     scripts = benchmarks(folder)
     assert chosen(["good", "all"], scripts) == ["good", "bad"]
+    assert chosen(["go", "b"], scripts) == ["good", "bad"]
+    with pytest.raises(ValueError, match="names holds 'b'"):
+        chosen(["b"], {**scripts, "both": folder})
     assert chosen(["quick"], {**scripts, "startup": folder, "kda": folder}) == ["kda", "startup"]
     with pytest.raises(ValueError, match="names holds 'nothing'; allowed: quick, all, bad, good"):
         chosen(["nothing"], scripts)
