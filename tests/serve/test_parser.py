@@ -137,11 +137,11 @@ def test_an_empty_thought_is_there(parsed):
 def test_where_the_ids_went_and_how_many_were_thought(tokenizer):
     parser = Parser(tokenizer)
     took = []
-    for token in to_ids(tokenizer, f"ab»think·«response·c»response·«tools·{CALL}»tools·{END}"):
+    for token in to_ids(tokenizer, f"abc»think·«response·d»response·«tools·{CALL}»tools·{END}"):
         parser.push(token)
         took.append(parser.took)
-    assert parser.reasoning_ids == 2 == took.count("think")
-    assert took.count("response") == 1 and took.count("tools") == 1 and took[2] is None
+    assert parser.reasoning_ids == 3 == took.count("think")
+    assert took.count("response") == 1 and took.count("tools") == 1 and took[3] is None
 
 
 def test_a_grammar_begins_when_the_thought_has_ended(tokenizer):
@@ -154,6 +154,12 @@ def test_a_grammar_begins_when_the_thought_has_ended(tokenizer):
     assert not parser.reasoning and not parser.in_tag and parser.channel is None
     parser.feed(to_ids(tokenizer, "«response·"))
     assert parser.channel == "response"
+
+
+def test_a_character_does_not_reach_over_a_control_token(tokenizer):
+    snow, man = tokenizer.encode("☃")[:2], tokenizer.encode("☃")[2:]
+    found = read(Parser(tokenizer, "response"), [*snow, tokenizer.special["[BOS]"], *man, tokenizer.eos_id])
+    assert found.content == "\ufffd\ufffd"
 
 
 def test_broken_off(parsed):
@@ -231,7 +237,9 @@ def test_ids_that_are_forced_are_pushed_like_sampled_ones(tokenizer):
         ("a»think·«response·b«final·c»response·" + END, "bc", "a", "unknown_element"),
         ("a»think«response·b»response»message¶", "b", "a", "missing_sep missing_sep missing_sep"),
         ("a»think·«The answer is 42.¶", "The answer is 42.", "a", "malformed_tag missing_open"),
+        ("a»think·«Hello»message·¶", "Hello", "a", "malformed_tag missing_open"),
         ("a»think·«response x=y·b»response·" + END, "b", "a", "malformed_tag"),
+        ("a»think·«response·b»response x=\"y\"·" + END, "b", "a", "malformed_tag"),
         ("a»think·«response·b·c»tools·d»response·" + END, "bcd", "a", "unexpected_token unexpected_close"),
         ("a»think·«response·b»response·»message·«message role=\"user\"·c¶", "b", "a", "after_end"),
         ("a»think·«response·b«message role=\"user\"·c»message·¶", "b", "a", "new_message missing_close after_end"),
@@ -253,7 +261,7 @@ def test_what_breaks_the_grammar_is_told_of(parsed, text, content, reasoning, pr
         ('«argument key="a" type="number"· 1 »argument·', '{"a": 1}', ""),
         ('«argument key="a" type="boolean"·true»argument·«argument key="b" type="null"·null»argument·',
          '{"a": true, "b": null}', ""),
-        ('«argument key="a" type="number"·one»argument·', '{"a": "one"}', "argument_type"),
+        ('«argument key="a" type="number"· one »argument·', '{"a": " one "}', "argument_type"),
         ('«argument key="a" type="number"·NaN»argument·', '{"a": "NaN"}', "argument_type"),
         ('«argument key="a" type="number"·"1"»argument·', '{"a": "1"}', "argument_type"),
         ('«argument key="a" type="integer"·1»argument·', '{"a": 1}', "argument_type"),
@@ -280,6 +288,8 @@ def test_what_breaks_the_grammar_is_told_of(parsed, text, content, reasoning, pr
         ('words«argument key="a" type="string"·x»argument·', '{"a": "x"}', "stray_text"),
         ('\n «argument key="a" type="string"·x»argument·\n ', '{"a": "x"}', ""),
         ("", "{}", ""),
+        ("\n ", "{}", ""),
+        ('»call tool="x"·', "{}", "malformed_tag unexpected_close"),
         ("«argument·", "{}", "argument_type malformed_tag missing_close stray_text"),
     ],
 )  # fmt: skip
@@ -338,7 +348,15 @@ spans = st.sampled_from(
     + ["«think·", "»think·", "«response·", "»response·", "«tools·", "»tools·", "»call·", "»argument·", "»json·"]
     + ['«call tool="f" index="1"·', '«call tool="gZ" index="Z"·', "«call·", ' x="Z"', '«argument key="Z" type="Z"·']
     + ['«argument key="a" type="string"·', '«argument key="b" type="number"·', '«json type="object"·', '{"Z": 1}', " "]
-    + ["»message·", '«message role="assistant"·', "\n", '«json type="Z"·', "»think Z·", '«message role="Z"·']
+    + [
+        "»message·",
+        '«message role="assistant"·',
+        "\n",
+        '«json type="Z"·',
+        "»think Z·",
+        '»call tool="Z"·',
+        '«message role="Z"·',
+    ]
 )
 
 
@@ -615,6 +633,35 @@ def test_report_19_no_text_is_looked_at_for_structure(tokenizer):
     for text in ("think response tools", "<|close|>think<|sep|><|open|>response<|sep|>"):
         found = read(Parser(tokenizer), [*tokenizer.encode(text), *to_ids(tokenizer, "»think·")])
         assert found.reasoning == text and not found.content
+
+
+# ------------------------------------------------------------------ the page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serving-markup.md").read_text("utf-8")
+
+
+def test_the_page_shows_what_is_read(tokenizer):
+    """Each block of markup on the page, a tag a line, and the JSON block behind it."""
+    shown = re.findall(r"```xtml\n(.*?)```.*?```json\n(.*?)```", PAGE, re.DOTALL)
+    assert len(shown) == 3
+    for markup, wanted in shown:
+        parts = re.split(r"(<\|\w+\|>)", re.sub(r"\n(?=<\||$)", "", markup))
+        ids = [
+            token
+            for part in parts
+            for token in ([tokenizer.special[part]] if part in MARKERS else tokenizer.encode(part))
+        ]
+        parser = Parser(tokenizer)
+        found = Answer(parser.feed(ids) + parser.finish(), reasons=True)
+        problems = [{"kind": p.kind, "text": p.text} for p in found.problems]
+        told = {"problems": problems} if problems else {}
+        assert {**found.message(), "finish_reason": found.finish_reason, **told} == json.loads(wanted)
+
+
+def test_the_page_lists_the_problems():
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.split("## Problems")[1], re.MULTILINE)) == {
+        kind: text.replace("<|sep|>", "`<|sep|>`".replace("|", "\\|")) for kind, text in PROBLEMS.items()
+    }
 
 
 # ------------------------------------------------------------------ events

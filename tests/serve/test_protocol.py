@@ -357,7 +357,9 @@ def test_other_fields():
     ],
 )  # fmt: skip
 def test_what_the_content_has_to_be(fields, constraint):
-    assert chat(**fields).constraint == constraint
+    """And it does not switch thinking off."""
+    request = chat(**fields)
+    assert request.constraint == constraint and request.thinking and request.start == "think"
 
 
 def test_the_choice_of_a_tool():
