@@ -30,7 +30,7 @@ SOURCES = Path(__file__).parent / "cpu"
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-shared")
 # The first set a compiler knows: Apple's has no OpenMP, some ARM compilers know only -mcpu.
-TUNING_FLAGS = (
+TUNING_FLAGS: tuple[tuple[str, ...], ...] = (
     ("-march=native", "-fopenmp"),
     ("-mcpu=native", "-fopenmp"),
     ("-fopenmp",),
@@ -38,6 +38,14 @@ TUNING_FLAGS = (
     (),
 )
 BUILD_SECONDS = 300
+
+
+def use_flags(*flags: str) -> None:
+    """Compile with COMMON_FLAGS and these instead of TUNING_FLAGS, from now on in this process: for checks under
+    sanitizers and of other instruction sets. To be called before the first kernel is used."""
+    global TUNING_FLAGS
+    assert load.cache_info().currsize == 0, "kernels are loaded already"
+    TUNING_FLAGS = (flags,)
 
 
 def available(name: str) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -450,42 +448,6 @@ def test_wrong_shapes_are_named() -> None:
         kda_cpu.kda(q, k, v, g, beta, cu_seqlens=torch.tensor([0, 3, 2, 4]))
     with pytest.raises(ValueError, match="batch of 1"):
         kda_cpu.kda(*(x.expand(2, *x.shape[1:]) for x in (q, k, v, g, beta)), cu_seqlens=torch.tensor([0, 4]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", ("-march=x86-64-v3", "-march=x86-64"))
-def test_other_instruction_sets(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same source for AVX2 and for plain SSE: vectors of 8 and of 4 numbers, one thread."""
-    if "avx2" not in native.cpu_features():
-        pytest.skip("needs an x86 processor with AVX2")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "TUNING_FLAGS", ((flags,),))
-    caches = (native.load, kda_cpu._library)
-    try:
-        for cache in caches:
-            cache.cache_clear()
-        for size in SIZES:
-            check(make(2, 65, size, "wild"))
-            test_step(size, torch.float32, "wild")
-        assert len(list(tmp_path.rglob("kda-*.so"))) == 1
-    finally:
-        for cache in caches:
-            cache.cache_clear()
-
-
-@pytest.mark.slow
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    """The C++ itself under the address and undefined-behaviour sanitizers (see sanitized_kda.cpp)."""
-    compiler = next(filter(None, map(shutil.which, native.COMPILERS)))
-    program, driver = tmp_path / "sanitized", Path(__file__).with_name("sanitized_kda.cpp")
-    flags = ("-std=c++17", "-O1", "-g", "-march=native", "-fopenmp", f"-I{native.SOURCES}")
-    watch = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    built = subprocess.run([compiler, *flags, *watch, driver, "-o", program], capture_output=True, text=True)
-    if "cannot find" in built.stderr and "san" in built.stderr:
-        pytest.skip("this compiler comes without sanitizers")
-    assert built.returncode == 0, built.stderr
-    result = subprocess.run([program], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_what_only_looks_like_a_tensor_is_left_to_torch() -> None:

@@ -105,6 +105,18 @@ def test_flags_a_compiler_does_not_know_are_left_out(monkeypatch: pytest.MonkeyP
     assert native.available("probe")
 
 
+@needs_compiler
+def test_other_flags_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For checks under sanitizers and of other instruction sets; what is loaded already cannot change."""
+    monkeypatch.setattr(native, "TUNING_FLAGS", native.TUNING_FLAGS)  # restored afterwards
+    (native.SOURCES / "probe.cpp").write_text(TINY.replace("42", "NUMBER"))
+    native.use_flags("-DNUMBER=7")
+    library = native.load("probe")
+    assert library is not None and library.answer() == 7
+    with pytest.raises(AssertionError, match="loaded already"):
+        native.use_flags("-DNUMBER=8")
+
+
 def test_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
