@@ -63,8 +63,9 @@ def test_a_script_of_an_answer_is_read(load, tokenizer):
 
 
 def test_a_mask_passes_over_what_it_forbids():
-    playback = Playback(Reply((5, 6, 7, 9)), end=9, vocab_size=20)
+    playback = Playback(Reply((5, 6, 7, 8, 9)), end=9, vocab_size=20)
     assert playback.next(lambda token: token != 5) == 6
+    assert playback.next() == 7
     assert playback.next(lambda token: token in (3, 4, 9)) == 9
     assert playback.next(lambda token: token in (3, 4)) == 3
     assert playback.next(lambda token: token in (3, 9)) == 9
