@@ -129,6 +129,7 @@ def _value(value: Value) -> bytes:
 
 def _array(values: Sequence[int] | Sequence[str]) -> bytes:
     """All of one kind: strings, or numbers of 32 bits with sign."""
+    assert values, "an empty list does not tell its kind"
     strings = [v for v in values if isinstance(v, str)]
     if strings:
         return struct.pack("<IQ", _STRING, len(values)) + b"".join(map(_string, strings))

@@ -7,7 +7,7 @@ a list. Cutting every token by the ranks below its own leaves the two halves fro
 
 The cutting of text into words is named, not written: `kimi-k2` is K3's pattern, and that program's own code for it.
 There it is coarser where a lower-case letter meets an upper-case one, which changes nothing, since no token spans such
-a place; and finer at combining marks (Devanagari, Thai and the like), where ids can differ from ours.
+a place; and finer at combining marks, so that Hindi, for one, can get other ids than ours.
 
 Reserved ids are control tokens: no text typed by a user becomes one.
 """
@@ -41,12 +41,13 @@ def vocabulary(
     if len(set(texts)) != vocab_size:
         twice = next(text for text in texts if texts.count(text) > 1)
         raise ValueError(f"two tokens are both written {twice!r}, which llama.cpp cannot tell apart")
+    pairs = merges(tokens)
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": PRE_TOKENIZER,
         "tokenizer.ggml.tokens": texts,
         "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": merges(tokens),
+        **({"tokenizer.ggml.merges": pairs} if pairs else {}),  # a tokenizer of bytes has none
         **{f"tokenizer.ggml.{name}_token_id": token for name, token in ids.items()},
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.ggml.add_eos_token": False,

@@ -59,6 +59,10 @@ def test_kinds_and_special_ids(tokenizer: Tokenizer) -> None:
     assert kinds == [NORMAL] * (tokenizer.vocab_size - 256) + [CONTROL] * 256 + [UNUSED] * 3
 
 
+def test_a_tokenizer_of_bytes_has_no_merges() -> None:
+    assert "tokenizer.ggml.merges" not in vocabulary([bytes([b]) for b in range(256)], {"[EOS]": 256}, 257, {})
+
+
 def test_what_cannot_be_written_is_named(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="the model only 500"):
         vocabulary(ranks_of(tokenizer), tokenizer.special, 500, {})

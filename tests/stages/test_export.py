@@ -13,12 +13,13 @@ from gguf_reader import read_gguf
 from torch import Tensor
 
 import nanok3
-from nanok3.data.tokenizer import Tokenizer
+from nanok3.data.tokenizer import Tokenizer, train_tokenizer
 from nanok3.model.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from nanok3.stages.export import ExportArgs, main
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "bench" / ".venv-peers" / "peers" / "llama.cpp" / "build" / "bin"
+WORDS = "the cat's hat, The hats DON'T fit thatCamelCase fat cats; 漢字 漢字 12 123"
 BYTES = {bytes([byte]): byte for byte in range(256)}
 CONFIG = nanok3.K3Config.tiny().with_vocabulary(600)
 """Five layers: KDA, KDA, KDA, MLA, MLA."""
@@ -245,10 +246,19 @@ def test_llama_cpp_computes_our_logits(folders: dict[str, Path], tmp_path: Path,
 @peer
 def test_llama_cpp_cuts_text_as_we_do(tmp_path: Path) -> None:
     nanok3.save(nanok3.K3(CONFIG), tmp_path / "m", experts="mxfp4")
-    tokenizer = Tokenizer(BYTES)
+    tokenizer = train_tokenizer([WORDS, WORDS], 540)
     tokenizer.save(tmp_path / "m")
     main(ExportArgs(model=tmp_path / "m", gguf=tmp_path / "x.gguf"))
-    text = "The cat's 12345 hats;\n\n  camelCase [EOS] ümlaut 漢字!"
-    command = [BUILD / "llama-tokenize", "-m", tmp_path / "x.gguf", "-p", text, "--ids", "--no-parse-special"]
+    text = f"{WORDS} 12345;\n\n  [EOS] ümlaut\t!"
+    command = [
+        BUILD / "llama-tokenize",
+        "-m",
+        tmp_path / "x.gguf",
+        "-p",
+        text,
+        "--ids",
+        "--no-parse-special",
+        "--no-escape",
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.stdout.strip() == str(tokenizer.encode(text)), done.stderr[-2000:]
