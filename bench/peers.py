@@ -102,18 +102,20 @@ def llama_program(name: str) -> Path:
     return program
 
 
-def run(command: Sequence[str | Path], what: str, log: Path | None = None) -> None:
-    """Run a step; its output goes to `log` or nowhere. `Unavailable` with the last lines where it fails."""
-    words = [str(word) for word in command]
-    try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    except OSError as error:
-        raise Unavailable(f"{what}: {words[0]} cannot run ({error})") from None
-    if log is not None:
-        log.write_text(done.stdout)
-    if done.returncode != 0:
-        last = "; ".join(line.strip() for line in done.stdout.splitlines()[-4:] if line.strip())
-        raise Unavailable(f"{what} failed: {last}")
+def run(command: Sequence[str | Path], what: str) -> None:
+    """Run a step; what it says goes to a log beside the peers while it runs. `Unavailable` with the last lines where
+    it fails."""
+    words, log = [str(word) for word in command], FOLDER / f"{what.split()[0]}-{os.getpid()}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w") as file:
+        try:
+            status = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT).returncode
+        except OSError as error:
+            raise Unavailable(f"{what}: {words[0]} cannot run ({error})") from None
+    if status != 0:
+        last = "; ".join(line.strip() for line in log.read_text(errors="replace").splitlines()[-4:] if line.strip())
+        raise Unavailable(f"{what} failed ({log}): {last}")
+    log.unlink()
 
 
 # ---------------------------------------------------------------------- recipes
@@ -144,6 +146,7 @@ def install_llama_cpp(folder: Path) -> None:
     if not source.exists():
         wanted = f"xllamacpp=={RECIPES['llama.cpp'].version}"
         options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
+        shutil.rmtree(folder / "unpacked", ignore_errors=True)  # of an attempt that was broken off
         run([PYTHON, "-m", "pip", "download", "-q", *options, wanted, "-d", fetched], f"fetching {wanted}")
         with tarfile.open(next(fetched.glob("*.tar.gz"))) as archive:
             archive.extractall(folder / "unpacked", filter="data")
@@ -153,9 +156,9 @@ def install_llama_cpp(folder: Path) -> None:
     off = [f"-DLLAMA_{part}=OFF" for part in ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_SERVER", "OPENSSL")]
     options = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={programs / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release"]
     configure = [programs / "cmake", "-S", source, "-B", build, *options, "-DGGML_NATIVE=ON", *off]
-    run(configure, "configuring llama.cpp", folder / "configure.log")
+    run(configure, "configuring llama.cpp")
     compile_all = ["nice", "-n", "10", programs / "ninja", "-C", build, "-j2", *LLAMA_TOOLS]
-    run(compile_all, "building llama.cpp", folder / "build.log")
+    run(compile_all, "building llama.cpp")
 
 
 RECIPES = {
