@@ -3,18 +3,20 @@
     nanok3 tokenizer --out runs/quality/tokenizer
     nanok3 data --tokenizer runs/quality/tokenizer --out runs/quality/data
     python bench/quality.py --tune            size and rates of each contender, found with the same effort
-    python bench/quality.py                   the runs: every contender, seeds 0, 1, 2, 10 CPU-minutes each
+    python bench/quality.py --rates           steps a second of what was chosen; wants a quiet minute and a half
+    python bench/quality.py                   the runs: every contender, seeds 0, 1, 2, 10 minutes each
     python bench/quality.py --ablate          K3 with one mechanism exchanged, for 3 CPU-minutes
     python bench/quality.py --table           what has been measured so far
 
 The runs begin with the tuning where there was none: two hours and a half in all on a quiet machine.
 
 Contenders: K3; GPT-2 with AdamW; a modern dense GPT with Muon (nanok3/baselines). All read the same prepared text with
-the same tokenizer, and none sees a text twice. The clock, also that of the schedule, is the CPU time of the process, so
-that warm-up and decay run to exactly the budget; building the model and measuring it are not counted. Bits per byte are
-those of the whole held-out set.
+the same tokenizer, and none sees a text twice. A step of one contender always costs the same work, while the seconds it
+takes vary up to twofold with what the machine's other cores do. So seconds a step are measured once, all contenders
+side by side on a quiet machine, and a run's budget is the number of steps that its minutes hold; warm-up and decay end
+with it. Building the model and measuring it are not counted. Bits per byte are those of the whole held-out set.
 
-Tuning is successive halving: six configurations for one CPU-minute, the best two for three, the better of these wins.
+Tuning, by CPU time, is successive halving: six configurations for one minute, the best two for three, the better wins.
 Every run is a process of its own and leaves one JSON file; what is there is not run again. Contenders take turns, so
 that a busy hour of the machine hits all of them.
 """
@@ -53,6 +55,7 @@ TUNING = ((6, 1.0), (2, 3.0))
 """Rounds of successive halving: how many configurations, and the CPU-minutes of each."""
 TUNING_BYTES = 60_000
 """Held-out bytes of each slice that the tuning looks at."""
+RATE_ROUNDS = 8
 SHARED = {"save_every": 0, "eval_every": 0, "sample_every": 0, "log_seconds": 60.0, "final_lr_fraction": 0.03}
 
 
@@ -61,6 +64,7 @@ class Options(harness.Options):
     rounds: int = 3
     """Seeds: 0, 1, ..."""
     tune: bool = False
+    rates: bool = False
     ablate: bool = False
     table: bool = False
     contenders: list[str] = field(default_factory=lambda: list(CANDIDATES))
@@ -170,6 +174,8 @@ class Job:
     bf16: bool
     tuning: bool
     result: Path
+    steps: int | None = None
+    """The budget; without it the CPU time is."""
 
 
 def run(job: Job) -> None:
@@ -179,14 +185,8 @@ def run(job: Job) -> None:
     torch.manual_seed(job.seed)
     data = Prepared(job.data)
     precision = "bfloat16" if job.bf16 else "float32"
-    length = {"minutes": job.minutes, "seed": job.seed, "precision": precision}
-    settings = TrainSettings(**(SHARED | length | job.candidate.train))
-    model = build(job.candidate, data.manifest["vocab_size"], settings.seq_len)
-    loader = MixtureLoader(data.sources(), data.weights(), settings.batch_size, settings.seq_len, job.seed)
-    tokenizer = data.tokenizer()
-    ordinary = tokenizer.vocab_size - 256
-    sizes = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(ordinary)] + [0] * 256)
-    trainer = Trainer(model, loader, settings, job.result.with_suffix(""), sizes, clock=time.process_time)
+    trainer = trainer_of(job, data, precision)
+    model, settings = trainer.model, trainer.settings
     began = time.monotonic()
     if not trainer.fit():
         raise SystemExit("interrupted")
@@ -207,6 +207,17 @@ def run(job: Job) -> None:
         "bits_per_byte": held_out(model, data, settings.seq_len, TUNING_BYTES if job.tuning else None),
     }
     write_file(job.result, (json.dumps(found, indent=1) + "\n").encode())
+
+
+def trainer_of(job: Job, data: Prepared, precision: str) -> Trainer:
+    budget = {"minutes": job.minutes} if job.steps is None else {"steps": job.steps}
+    settings = TrainSettings(**(SHARED | budget | {"seed": job.seed, "precision": precision} | job.candidate.train))
+    model = build(job.candidate, data.manifest["vocab_size"], settings.seq_len)
+    loader = MixtureLoader(data.sources(), data.weights(), settings.batch_size, settings.seq_len, job.seed)
+    tokenizer = data.tokenizer()
+    ordinary = tokenizer.vocab_size - 256
+    sizes = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(ordinary)] + [0] * 256)
+    return Trainer(model, loader, settings, job.result.with_suffix(""), sizes, clock=time.process_time)
 
 
 def held_out(model: K3 | Baseline, data: Prepared, context: int, limit: int | None) -> dict[str, float]:
@@ -271,14 +282,45 @@ def chosen(options: Options, name: str) -> Candidate:
     return Candidate(**json.loads(path.read_text())[name])
 
 
+def measure_rates(options: Options) -> None:
+    """Seconds a step of every chosen contender, in turns within one process: the median of the rounds."""
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    data, seconds = Prepared(options.data), {}
+    precision = "bfloat16" if options.bf16 else "float32"
+    trainers = {}
+    for name in options.contenders:
+        job = Job(chosen(options, name), 0, 0, options.data, options.bf16, True, options.out / "rates" / name, 1000)
+        trainers[name], seconds[name] = trainer_of(job, data, precision), []
+        trainers[name].train_step()
+    for _ in range(RATE_ROUNDS):
+        for name, trainer in trainers.items():
+            began = time.perf_counter()
+            trainer.train_step()
+            seconds[name].append(time.perf_counter() - began)
+    found = {name: statistics.median(taken) for name, taken in seconds.items()}
+    write_file(
+        options.out / "rates.json", (json.dumps({"seconds_a_step": found, "all": seconds}, indent=1) + "\n").encode()
+    )
+    for name, taken in found.items():
+        print(f"{name:12s} {taken:.3f} s a step (from {min(seconds[name]):.3f} to {max(seconds[name]):.3f})")
+
+
+def steps_of(options: Options, name: str) -> int:
+    """Steps that fit into a run's minutes."""
+    path = options.out / "rates.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is not there; run with --rates first, on a quiet machine")
+    return round(60 * options.minutes / json.loads(path.read_text())["seconds_a_step"][name])
+
+
 def final_jobs(options: Options) -> Iterator[Job]:
     """Seed by seed, the contenders in turn."""
     candidates = {name: chosen(options, name) for name in options.contenders}
     for seed in range(options.rounds):
         for name, candidate in candidates.items():
-            yield Job(
-                candidate, options.minutes, seed, options.data, options.bf16, False, result_of(options, name, seed)
-            )
+            result, steps = result_of(options, name, seed), steps_of(options, name)
+            yield Job(candidate, options.minutes, seed, options.data, options.bf16, False, result, steps)
 
 
 def result_of(options: Options, name: str, seed: int) -> Path:
@@ -333,6 +375,8 @@ def main(options: Options) -> None:
         raise SystemExit(f"threads is {options.threads}; the clock is the CPU time of one thread")
     if options.tune:
         tune(options)
+    elif options.rates:
+        measure_rates(options)
     elif options.ablate:
         harness.print_table(ablate(options))
     else:
