@@ -146,10 +146,11 @@ def _forward(x: Tensor, weight: Weight, counts: object, address: int, experts: i
     parts, data, scale = _pointers(weight)
     outputs = parts[0].shape[-2]
     y = torch.empty(x.shape[0], outputs, dtype=x.dtype)
-    number = rows.DTYPES[x.dtype]
-    run = rows.function("linear", "linear_forward", "ptpptnnpnptn")
+    run = rows.function("linear", "linear_forward", "ptpptnnpnpn")
     shape = (_format(weight), outputs, x.shape[1])
-    run(x.data_ptr(), number, data, scale, *shape, address, experts, y.data_ptr(), number, torch.get_num_threads())
+    run(
+        x.data_ptr(), rows.DTYPES[x.dtype], data, scale, *shape, address, experts, y.data_ptr(), torch.get_num_threads()
+    )
     return y
 
 

@@ -40,6 +40,15 @@ def linear(x: Float[Tensor, "... i"], weight: Float[Tensor, "o i"]) -> Float[Ten
     return F.linear(x, weight) if y is None else y
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The type in which torch multiplies numbers like x fast: theirs, or float32 for bf16 on a CPU without instructions
+    for it. For products that are no layer."""
+    from nanok3.kernels import linear_cpu
+
+    slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and linear_cpu.preferred(torch.bfloat16)
+    return torch.float32 if slow else x.dtype
+
+
 def _linear_cpu(x: Tensor, weight: Tensor) -> Tensor | None:
     """Our own product, or None where it does not apply or is not the faster one."""
     from nanok3.kernels import linear_cpu

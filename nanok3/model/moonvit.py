@@ -33,7 +33,7 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 
 from nanok3.config import K3Config
-from nanok3.model.basics import Linear, RMSNorm, at_least_float32
+from nanok3.model.basics import Linear, RMSNorm, at_least_float32, linear
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of one item, in patches."""
@@ -183,7 +183,7 @@ class PatchEmbed(nn.Module):
         self.pos_emb = Learned(*table, width)
 
     def forward(self, pixel_values: Float[Tensor, "N 3 P P"], grids: list[Grid]) -> Float[Tensor, "N D"]:
-        x = F.linear(pixel_values.flatten(1), self.proj.weight.to(pixel_values.dtype).flatten(1))
+        x = linear(pixel_values.flatten(1), self.proj.weight.to(pixel_values.dtype).flatten(1))
         return x + for_every_item(grids, lambda grid: positions(self.pos_emb.weight, grid)).to(x.dtype)
 
 

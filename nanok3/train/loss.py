@@ -6,8 +6,8 @@ K3 has 163,840 words: the float32 logits of 16k tokens alone would be 10 GiB. Th
 gradient with respect to the logits, softmax(W h) - onehot(target), is known up to one factor while the logits
 of a chunk are still at hand. The forward pass therefore walks over the tokens in chunks, forms each chunk's
 gradients at once and throws its logits away; the backward pass only multiplies by the factor that arrives
-from above (ours; a well-known arrangement). Matmuls run in the dtype of `hidden`, the softmax and the sums in
-at least float32.
+from above (ours; a well-known arrangement). Matmuls run in the dtype of `hidden` (bf16 in float32 where the
+processor has no bf16), the softmax and the sums in at least float32.
 
 The loss of an optimizer step is one mean over all its tokens. A mean per microbatch, averaged, would weigh a
 token by the company it keeps; hence `cross_entropy` returns a sum and a count, and `step_loss` divides by the
@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from nanok3.model.basics import product_dtype
 
 IGNORE = -100
 """Target of a position that is not predicted: padding, a prompt, the last token of a document."""
@@ -63,9 +65,8 @@ def cross_entropy(
     rows = (flat != IGNORE).nonzero().squeeze(1)
     wanted = flat[rows].long()
     _check_targets(wanted, weight.shape[0])
-    loss = _ChunkedCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, rows, wanted, chunk, torch.is_grad_enabled()
-    )
+    states = hidden.reshape(-1, hidden.shape[-1]).to(product_dtype(hidden))
+    loss = _ChunkedCrossEntropy.apply(states, weight, rows, wanted, chunk, torch.is_grad_enabled())
     return loss, rows.numel()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nanok3.kernels import linear_cpu
 from nanok3.model import basics
 from nanok3.model.basics import (
     Linear,
@@ -12,6 +13,7 @@ from nanok3.model.basics import (
     at_least_float32,
     check_cu_seqlens,
     position_in_document,
+    product_dtype,
     rms_normalize,
 )
 
@@ -126,3 +128,12 @@ def test_boundaries_are_read_once_and_again_after_they_change():
     assert basics._read_once(cu_seqlens, basics._version(cu_seqlens)) == [0, 3, 6]
     with torch.inference_mode():
         assert basics._version(torch.tensor([0, 6])) == 0
+
+
+def test_products_that_are_no_layer_are_made_in_a_type_with_instructions(monkeypatch):
+    short = torch.zeros(2).bfloat16()
+    for slow in (True, False):
+        monkeypatch.setattr(linear_cpu, "preferred", lambda dtype, slow=slow: slow)
+        assert product_dtype(short) == (torch.float32 if slow else torch.bfloat16)
+        assert product_dtype(short.to("meta")) == torch.bfloat16
+        assert product_dtype(short.double()) == torch.float64

@@ -15,7 +15,6 @@
 namespace {
 
 constexpr int FEW = 8, AT_ONCE = 4;  // AT_ONCE rows share one reading of the weights
-constexpr int64_t DOT_ROWS = 64;  // rows of a weight matrix that a thread takes at once
 
 struct Range {
   int64_t expert, begin, end;  // rows
@@ -68,33 +67,33 @@ INLINE void dot_rows(const F& weights, int64_t row, int64_t terms, const float* 
     for (int i = 0; i < M; ++i) sums[j][i] = total(acc[j][i][0] + acc[j][i][1]);
 }
 
-// done(i, row, sum) for weight rows begin ... end - 1 and M rows of x.
-template <int M, class F, class Done>
-void few_rows(const F& weights, int64_t begin, int64_t end, int64_t terms, const float* x, int64_t ld, Done done) {
+// out[i * out_ld + row - begin] for weight rows begin ... end - 1 and M rows of x.
+template <int M, class F>
+OUTLINE void few_rows(const F& weights, int64_t begin, int64_t end, int64_t terms, const float* x, int64_t ld,
+                      float* out, int64_t out_ld) {
   constexpr int B = AT_ONCE / M;
   int64_t row = begin;
   for (; row + B <= end; row += B) {
     float sums[B][M];
     dot_rows<M, B>(weights, row, terms, x, ld, sums);
     for (int j = 0; j < B; ++j)
-      for (int i = 0; i < M; ++i) done(i, row + j, sums[j][i]);
+      for (int i = 0; i < M; ++i) out[i * out_ld + row - begin + j] = sums[j][i];
   }
   for (; row < end; ++row) {
     float sums[1][M];
     dot_rows<M, 1>(weights, row, terms, x, ld, sums);
-    for (int i = 0; i < M; ++i) done(i, row, sums[0][i]);
+    for (int i = 0; i < M; ++i) out[i * out_ld + row - begin] = sums[0][i];
   }
 }
 
-template <class F, class Done>
-void few_rows(int m, const F& weights, int64_t begin, int64_t end, int64_t terms, const float* x, int64_t ld, Done done) {
-  for (int first = 0; first < m; first += AT_ONCE) {
-    const float* some = x + first * ld;
-    auto put = [&](int i, int64_t row, float sum) { done(first + i, row, sum); };
-    if (m - first == 1) few_rows<1>(weights, begin, end, terms, some, ld, put);
-    else if (m - first == 2) few_rows<2>(weights, begin, end, terms, some, ld, put);
-    else if (m - first == 3) few_rows<3>(weights, begin, end, terms, some, ld, put);
-    else few_rows<AT_ONCE>(weights, begin, end, terms, some, ld, put);
+template <class F>
+void few_rows(int m, const F& weights, int64_t begin, int64_t end, int64_t terms, const float* x, int64_t ld, float* out,
+              int64_t out_ld) {
+  for (; m > 0; m -= AT_ONCE, x += AT_ONCE * ld, out += AT_ONCE * out_ld) {
+    if (m == 1) few_rows<1>(weights, begin, end, terms, x, ld, out, out_ld);
+    else if (m == 2) few_rows<2>(weights, begin, end, terms, x, ld, out, out_ld);
+    else if (m == 3) few_rows<3>(weights, begin, end, terms, x, ld, out, out_ld);
+    else few_rows<AT_ONCE>(weights, begin, end, terms, x, ld, out, out_ld);
   }
 }
 
@@ -145,10 +144,10 @@ void expert_rows(const Expert& x, int64_t e, const Left& z, int rows, bool few, 
     float *wide = scratch(FEW * (ldz + 2 * ldh)), *gate = wide + FEW * ldz, *up = gate + FEW * ldh;
     widen_rows(z, 0, rows, latent, wide);
     std::fill(gate, up, 0.0f);
-    few_rows(rows, w1, 0, inner, latent, wide, ldz, [=](int i, int64_t r, float sum) { gate[i * ldh + r] = sum; });
-    few_rows(rows, w3, 0, inner, latent, wide, ldz, [=](int i, int64_t r, float sum) { up[i * ldh + r] = sum; });
+    few_rows(rows, w1, 0, inner, latent, wide, ldz, gate, ldh);
+    few_rows(rows, w3, 0, inner, latent, wide, ldz, up, ldh);
     for (int i = 0; i < rows; ++i) activate(gate + i * ldh, up + i * ldh, inner, x.beta, x.linear_beta);
-    few_rows(rows, w2, 0, latent, inner, gate, ldh, [=](int i, int64_t r, float sum) { out[i * latent + r] = sum; });
+    few_rows(rows, w2, 0, latent, inner, gate, ldh, out, latent);
     return;
   }
   float *block = scratch(kBlockFloats + 2 * size_t(rows) * inner), *gate = block + kBlockFloats, *up = gate + rows * inner;
@@ -163,34 +162,32 @@ void expert_rows(const Expert& x, int64_t e, const Left& z, int rows, bool few, 
 
 extern "C" {
 
-// y (m, O) = x (m, I) W_e^T; the weights are (E, O, I) in `format`, the first counts[0] rows belong to expert 0, ...
-void linear_forward(const void* x, Type x_type, const void* weight, const uint8_t* scale, int32_t format, int64_t O,
-                    int64_t I, const int64_t* counts, int64_t E, void* y, Type y_type, int64_t threads) {
+// y (m, O) = x (m, I) W_e^T, x and y of one type; the weights are (E, O, I) in `format`, the first counts[0] rows belong
+// to expert 0, ...
+void linear_forward(const void* x, Type type, const void* weight, const uint8_t* scale, int32_t format, int64_t O,
+                    int64_t I, const int64_t* counts, int64_t E, void* y, int64_t threads) {
   const Matrix matrix{weight, scale, O, I, format};
   const auto blocks = row_blocks(counts, E);
-  with_type(x_type, [&](auto t) {
-    with_type(y_type, [&](auto u) {
-      with_format(format, [&](auto f) {
-        typedef decltype(t) T;
-        typedef decltype(u) U;
-        typedef decltype(f) F;
-        const LeftRows<T> left{static_cast<const T*>(x), I, nullptr};
-        const Rows<U> out{static_cast<U*>(y), O};
-        const int64_t pieces = (O + NC - 1) / NC;
-        in_parallel(int64_t(blocks.size()) * pieces, threads, [&](int64_t i) {
-          const Range& b = blocks[i / pieces];
-          const int64_t c = i % pieces * NC, columns = std::min<int64_t>(NC, O - c);
-          const int rows = int(b.end - b.begin);
-          const F weights(matrix, b.expert);
-          if (counts[b.expert] > FEW) {
-            multiply_block(left, RightTurned<F>{weights}, out, I, b.begin, rows, c, int(columns), scratch(kBlockFloats));
-            return;
-          }
-          float* wide = scratch(FEW * whole_groups(I));
-          widen_rows(left, b.begin, rows, I, wide);
-          few_rows(rows, weights, c, c + columns, I, wide, whole_groups(I),
-                   [&](int i, int64_t r, float sum) { write_one(out.data + (b.begin + i) * O + r, sum); });
-        });
+  with_type(type, [&](auto t) {
+    with_format(format, [&](auto f) {
+      typedef decltype(t) T;
+      typedef decltype(f) F;
+      const LeftRows<T> left{static_cast<const T*>(x), I, nullptr};
+      const Rows<T> out{static_cast<T*>(y), O};
+      const int64_t pieces = (O + NC - 1) / NC, padded = whole_groups(I);
+      in_parallel(int64_t(blocks.size()) * pieces, threads, [&](int64_t i) {
+        const Range& b = blocks[i / pieces];
+        const int64_t c = i % pieces * NC;
+        const int rows = int(b.end - b.begin), columns = int(std::min<int64_t>(NC, O - c));
+        const F weights(matrix, b.expert);
+        if (counts[b.expert] > FEW) {
+          multiply_block(left, RightTurned<F>{weights}, out, I, b.begin, rows, c, columns, scratch(kBlockFloats));
+          return;
+        }
+        float *wide = scratch(FEW * (padded + NC)), *sums = wide + FEW * padded;
+        widen_rows(left, b.begin, rows, I, wide);
+        few_rows(rows, weights, c, c + columns, I, wide, padded, sums, NC);
+        for (int r = 0; r < rows; ++r) out.write_row(b.begin + r, c, columns, sums + r * NC);
       });
     });
   });

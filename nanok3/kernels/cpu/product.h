@@ -10,13 +10,16 @@
 #pragma once
 #include "formats.h"
 
+// Called a few hundred times in a product and worth thousands of instructions each: compiled once, not at every use.
+#define OUTLINE __attribute__((noinline))
+
 constexpr int MR = W == 16 ? 8 : W == 8 ? 6 : 4, NV = W == 4 ? 4 : 2, NR = NV * W;
 constexpr int KC = 256, NC = 256, STRIDE = KC + 16;  // the strip's rows shall not fall on the same cache sets
 constexpr int64_t MC = 192;                          // rows of a block: whole strips of 4, 6 and 8
 
 // sums[r][0:NR] = or += sum_p left(r, p) * right[p][0:NR], p < n. The strip lies row after row, or column after column.
 template <bool kByColumn>
-INLINE void tile(int n, const float* left, const float* right, float* sums, ptrdiff_t ld, bool add) {
+OUTLINE void tile(int n, const float* left, const float* right, float* sums, ptrdiff_t ld, bool add) {
   vf acc[MR][NV];
   UNROLL
   for (int r = 0; r < MR; ++r)
@@ -43,35 +46,13 @@ INLINE void tile(int n, const float* left, const float* right, float* sums, ptrd
 INLINE void turn_square(const float* src, ptrdiff_t lds, float* dst, ptrdiff_t ldd) {
 #if defined(__AVX512F__)
   transpose16(src, lds, dst, ldd);
-#elif defined(__AVX__)
-  __m256 r[8], t[8];
-  UNROLL
-  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(src + i * lds);
-  UNROLL
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-  UNROLL
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-  UNROLL
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(dst + i * ldd, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps(dst + (i + 4) * ldd, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-  }
 #else
-  for (int c = 0; c < W; ++c)
-    for (int r = 0; r < W; ++r) dst[c * ldd + r] = src[r * lds + c];
+  transpose_square(src, lds, dst, ldd);
 #endif
 }
 
 template <class T>
-INLINE void widen_row(const T* src, int n, float* dst) {
+OUTLINE void widen_row(const T* src, int n, float* dst) {
   for_columns(n, [=](int64_t i, auto part) { write(dst + i, read(src + i, part), part); });
 }
 
@@ -83,7 +64,7 @@ struct LeftRows {
   int64_t ld;
   const int64_t* index;
   const T* row(int64_t r) const { return data + (index ? index[r] : r) * ld; }
-  INLINE void strip(int64_t first, int count, int64_t k, int n, float* dst) const {
+  void strip(int64_t first, int count, int64_t k, int n, float* dst) const {
     for (int r = 0; r < count; ++r) widen_row(row(first + r) + k, n, dst + r * STRIDE);
   }
 };
@@ -94,7 +75,7 @@ struct LeftColumns {
   static constexpr bool kByColumn = true;
   const T* data;
   int64_t ld;
-  INLINE void strip(int64_t first, int count, int64_t k, int n, float* dst) const {
+  OUTLINE void strip(int64_t first, int count, int64_t k, int n, float* dst) const {
     for (int p = 0; p < n; ++p) {
       const T* src = data + (k + p) * ld + first;
       if (count == MR) {
@@ -111,7 +92,7 @@ struct LeftColumns {
 template <class F>
 struct RightTurned {
   F rows;
-  void panel(int64_t k, int n, int64_t first, int count, float* dst) const {
+  OUTLINE void panel(int64_t k, int n, int64_t first, int count, float* dst) const {
     float square[W * kGroup];
     for (int c = 0; c < NR; c += W) {
       const int there = count - c < W ? (count - c < 0 ? 0 : count - c) : W;
@@ -137,7 +118,7 @@ template <class T>
 struct RightRows {
   const T* data;
   int64_t ld;
-  void panel(int64_t k, int n, int64_t first, int count, float* dst) const {
+  OUTLINE void panel(int64_t k, int n, int64_t first, int count, float* dst) const {
     for (int p = 0; p < n; ++p) {
       const T* src = data + (k + p) * ld + first;
       if (count == NR) {
@@ -156,7 +137,7 @@ template <class T>
 struct Rows {
   T* data;
   int64_t ld;
-  INLINE void write_row(int64_t r, int64_t first, int count, const float* sums) const {
+  OUTLINE void write_row(int64_t r, int64_t first, int count, const float* sums) const {
     T* dst = data + r * ld + first;
     for_columns(count, [=](int64_t i, auto part) { write(dst + i, read(sums + i, part), part); });
   }
