@@ -32,6 +32,7 @@ COMMANDS = {
     "eval": Command("eval", "EvalArgs", "bits per byte beside zlib and xz, and a recall probe"),
     "generate": Command("generate", "GenerateArgs", "continue one prompt or a file of them"),
     "chat": Command("chat", "ChatArgs", "talk to a model in the terminal"),
+    "serve": Command("serve", "ServeArgs", "a model behind an HTTP API that OpenAI's clients use"),
     "export": Command("export", "ExportArgs", "write a model into a GGUF file for llama.cpp"),
     "inspect": Command("inspect", "InspectArgs", "what a config is made of: layers, parameters, bytes, FLOPs"),
     "plan": Command("plan", "PlanArgs", "what training or serving a config needs, and what would fit"),

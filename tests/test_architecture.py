@@ -45,7 +45,8 @@ MAY_IMPORT = {
 }
 # files whose imports inside functions are what `--help` must not wait for
 LAZY = ("nanok3/__init__.py", "nanok3/cli.py", "nanok3/stages/")
-OPTIONAL = {"fla", "PIL", "pyarrow", "matplotlib", "wandb", "tensorboard", "fastapi", "uvicorn", "transformers"}
+OPTIONAL = {"fla", "PIL", "pyarrow", "matplotlib", "wandb", "tensorboard", "transformers"}
+OPTIONAL |= {"fastapi", "starlette", "uvicorn", "prometheus_client", "llguidance"}
 MECHANISMS = ["kda", "mla", "attn_res", "latent_moe", "situ", "short_conv", "moonvit", "mxfp4", "cache", "splice"]
 CLOSURE = 4
 DOCUMENTS = {"nanok3.official"}  # the official config.json as data, without code to follow

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from nanok3.serve.cache_check import CacheChecks
 from nanok3.serve.page_pool import PageLayout, PagePool
 from nanok3.serve.prefix_cache import Picture, PrefixCache, SpanKeys
 from nanok3.serve.sampler import SamplingParams, TokenCounts, adjust, new_generator, sample, tempered
@@ -95,9 +96,11 @@ class Reading(Protocol):
 
     layout: PageLayout
     pages: int
-    arena: Memory
     vocab_size: int
     context: int
+
+    @property
+    def arena(self) -> Memory: ...
 
     def read(self, work: list[Work], all_logits: frozenset[str]) -> dict[str, Tensor | Exception]:
         """As `Runner.read`."""
@@ -114,6 +117,8 @@ class Job:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     """Score the prompt as well; such a job takes nothing from the prefix cache."""
+    ignore_ends: bool = False
+    """Go on after ids that end an answer."""
     priority: int = 0
     seconds: float | None = None
     """Time it may take in all; None for as long as it needs."""
@@ -150,6 +155,8 @@ class Settings:
     """Jobs that may wait before more are refused."""
     check_cache: float = 0.0
     """Share of the jobs with a cache hit whose first logits are computed again without it and compared."""
+    check_bound: float = 1e-3
+    """A difference above this is logged as an error."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -184,9 +191,6 @@ class Counters:
     said_tokens: int = 0
     steps: int = 0
     finished: dict[str, int] = field(default_factory=dict)
-    checked: int = 0
-    """Cache checks done, and the largest difference of a logit they found."""
-    worst_difference: float = 0.0
     scheduler_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
     """Of the last steps: time spent on deciding, without the model."""
 
@@ -211,6 +215,9 @@ class Engine:
         self.pool = PagePool(runner.pages, freed)
         self.cache = PrefixCache(self.pool, self.settings.hash_block, layout.page_tokens, len(layout.groups))
         self.scheduler = Scheduler(self.cache, layout, runner.arena, self.settings.limits, self.settings.caching)
+        self.checks = CacheChecks(
+            runner, self.cache, self.settings.check_cache, self.settings.check_bound, self.settings.limits.budget
+        )
         self.context = min(runner.context, self.settings.max_model_len or runner.context, self.scheduler.most_tokens)
         self.weight_version = 0
         self._inbox: deque[_Running] = deque()
@@ -260,8 +267,18 @@ class Engine:
         return len(self.scheduler.running)
 
     @property
+    def accepting(self) -> bool:
+        """Whether jobs are taken."""
+        return not (self._draining or self._stopped)
+
+    @property
+    def alive(self) -> bool:
+        """False once the thread has ended, in peace or not."""
+        return not self._stopped and (self._thread is None or self._thread.is_alive())
+
+    @property
     def idle(self) -> bool:
-        return not (self._inbox or self._errands or self._jobs)
+        return not (self._inbox or self._errands or self._jobs or self.checks.pending)
 
     def _check(self, job: Job) -> None:
         if not job.prompt:
@@ -293,6 +310,7 @@ class Engine:
         """Take no more jobs and wait until all have ended, or end them after `seconds`. Whether they all finished."""
         with self._changed:
             self._draining = True
+            self.checks.abandon()
             finished = self._changed.wait_for(lambda: self.idle, seconds)
             self._stopped = True
             self._changed.notify()
@@ -308,10 +326,21 @@ class Engine:
                     self._changed.wait()
                 if self._stopped:
                     break
-            self.step()
-        for running in [*self._inbox, *self._jobs.values()]:
-            self._finish(running, "cancelled")
-        self._inbox.clear()
+            try:
+                self.step()
+            except Exception:  # a fault of the engine's own: nobody must wait for an answer that cannot come
+                log.exception("the engine stopped")
+                self._end_all("error", "the engine stopped")
+                raise
+        self._end_all("cancelled")
+
+    def _end_all(self, reason: str, error: str | None = None) -> None:
+        with self._changed:
+            self._stopped = True
+            left = [*self._inbox, *self._jobs.values()]
+            self._inbox.clear()
+        for running in left:
+            self._finish(running, reason, error)
 
     def step(self) -> None:
         """One step for all jobs."""
@@ -339,6 +368,7 @@ class Engine:
             logits = results.get(piece.sequence.id)
             if isinstance(logits, Tensor) and piece.sequence.status is Status.RUNNING:
                 self._use(self._jobs[piece.sequence.id], piece.start, piece.last, logits)
+        self.checks.step()
         self.counters.steps += 1
         self.counters.scheduler_seconds.append(deciding)
 
@@ -374,6 +404,7 @@ class Engine:
             if running.job.prompt_logprobs and len(running.scored) < len(running.job.prompt) - 1:
                 running.scored += self._score(running, start, logits)
             if last:
+                self.checks.keep(running.sequence, logits[-1])
                 self._say(running, logits[-1].cpu())
         except Exception as error:
             log.warning("%s failed: %s", running.job.id, error)
@@ -398,7 +429,8 @@ class Engine:
         said = Token(token, logprob, self._alternatives(running, logits))
         self._record(running, said)
         enough = job.reader.push(said)
-        if enough or token in self.ends or token in job.params.stop_ids:
+        ends = token in self.ends and not job.ignore_ends
+        if enough or ends or token in job.params.stop_ids:
             self._finish(running, "stop")
         elif len(running.sequence.said) >= running.limit:
             self._finish(running, "length")
@@ -425,6 +457,7 @@ class Engine:
         sequence, now = running.sequence, time.monotonic()
         if running.job.id in self._jobs:
             self.scheduler.finish(sequence)
+            self.checks.queue(sequence)
             del self._jobs[running.job.id]
         outcome = Outcome(
             reason,

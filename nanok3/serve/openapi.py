@@ -1,0 +1,119 @@
+"""The JSON schemas of requests for /openapi.json: names, types and ranges. What protocol.py checks beyond them, as that
+a tool's name is declared once, no schema says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanok3.data.chat import RESPONSE_FORMATS, TOOL_CHOICES
+from nanok3.serve.protocol import MAX_TOKENS
+from nanok3.serve.sampling_fields import CHOICES, STOPS, TOP_LOGPROBS
+
+Schema = Mapping[str, Any]
+
+
+def _whole(lowest: int, highest: int | None = None) -> Schema:
+    return {"type": "integer", "minimum": lowest, **({} if highest is None else {"maximum": highest})}
+
+
+def _number(lowest: float, highest: float) -> Schema:
+    return {"type": "number", "minimum": lowest, "maximum": highest}
+
+
+_TEXT: Schema = {"type": "string"}
+_FLAG: Schema = {"type": "boolean"}
+_OBJECT: Schema = {"type": "object"}
+_IDS: Schema = {"type": "array", "items": _whole(0), "minItems": 1}
+
+_SAMPLING: dict[str, Schema] = {
+    "model": _TEXT,
+    "temperature": _number(0, 2),
+    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "top_k": _whole(-1),
+    "min_p": _number(0, 1),
+    "seed": {"type": "integer"},
+    "n": _whole(1, CHOICES),
+    "stop": {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": STOPS}]},
+    "stop_token_ids": {"type": "array", "items": _whole(0)},
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0, "maximum": 100},
+    "logit_bias": {"type": "object", "additionalProperties": _number(-100, 100)},
+    "ignore_eos": _FLAG,
+    "stream": _FLAG,
+    "stream_options": {"type": "object", "properties": {"include_usage": _FLAG}},
+    "priority": {"type": "integer"},
+    "timeout": _number(0, 10**6),
+    "cache_salt": _TEXT,
+    "prompt_cache_key": _TEXT,
+    "structured_outputs": _OBJECT,
+    "metadata": _OBJECT,
+    "user": _TEXT,
+}
+
+_MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [_TEXT, {"type": "array", "items": _OBJECT}, {"type": "null"}]},
+        "reasoning_content": _TEXT,
+        "tool_calls": {"type": "array", "items": _OBJECT},
+        "tool_call_id": _TEXT,
+        "name": _TEXT,
+        "partial": _FLAG,
+    },
+}
+
+CHAT: Schema = {
+    "type": "object",
+    "required": ["messages"],
+    "properties": {
+        **_SAMPLING,
+        "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
+        "max_completion_tokens": _whole(1, MAX_TOKENS),
+        "max_tokens": _whole(1, MAX_TOKENS),
+        "tools": {"type": "array", "items": _OBJECT},
+        "tool_choice": {"anyOf": [{"enum": list(TOOL_CHOICES)}, _OBJECT]},
+        "parallel_tool_calls": _FLAG,
+        "response_format": {
+            "type": "object",
+            "required": ["type"],
+            "properties": {"type": {"enum": list(RESPONSE_FORMATS)}, "json_schema": _OBJECT},
+        },
+        "thinking": _OBJECT,
+        "reasoning_effort": _TEXT,
+        "chat_template_kwargs": _OBJECT,
+        "logprobs": _FLAG,
+        "top_logprobs": _whole(0, TOP_LOGPROBS),
+    },
+}
+
+COMPLETION: Schema = {
+    "type": "object",
+    "required": ["prompt"],
+    "properties": {
+        **_SAMPLING,
+        "prompt": {"anyOf": [_TEXT, _IDS, {"type": "array", "items": {"anyOf": [_TEXT, _IDS]}, "minItems": 1}]},
+        "max_tokens": _whole(0, MAX_TOKENS),
+        "echo": _FLAG,
+        "logprobs": _whole(0, TOP_LOGPROBS),
+    },
+}
+
+TOKENIZE: Schema = {
+    "type": "object",
+    "properties": {"prompt": _TEXT, "messages": CHAT["properties"]["messages"], "return_token_strs": _FLAG},
+}
+
+DETOKENIZE: Schema = {
+    "type": "object",
+    "required": ["tokens"],
+    "properties": {"tokens": {"type": "array", "items": _whole(0)}},
+}
+
+
+def request_body(schema: Schema) -> dict[str, Any]:
+    """What FastAPI adds to an operation."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,218 @@
+"""What all endpoints share: the engine, the tokenizer, the settings, and the way from a request to its jobs.
+
+    body -> protocol.read_chat -> render -> encode = Asked      (in a thread: a long prompt holds nobody up)
+    Asked -> a Job for each choice -> engine                    -> Answers
+
+An endpoint is a function of the server and a `Call`. It returns a body, or the events of a stream; what web framework
+carries them is api.py's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nanok3.data.chat import IMAGE_PLACEHOLDER, OURS, Segment, Sentences, encode
+from nanok3.data.tokenizer import Tokenizer
+from nanok3.serve.answers import Answers, ChatReader, Ended, describer
+from nanok3.serve.engine import Constraint, Engine, Job, Reader
+from nanok3.serve.fields import RequestError, read_json
+from nanok3.serve.generate import StopStrings
+from nanok3.serve.http_gate import GateSettings
+from nanok3.serve.metrics import Metrics
+from nanok3.serve.protocol import ChatRequest, Common, Policy, read_chat
+from nanok3.serve.replies import Usage
+from nanok3.serve.sampler import SamplingParams
+
+Constrain = Callable[[Common], Constraint | None]
+"""From a request to what its answer has to be; a fresh one for each choice. RequestError for a grammar that is none."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a server behaves, beside its engine."""
+
+    names: tuple[str, ...] = ("nanok3",)
+    """Names of the model; the first is told."""
+    policy: Policy = field(default_factory=Policy)
+    sentences: Sentences = OURS
+    """The wording of prompts for tools and options."""
+    seconds: float | None = None
+    """Time a request may take; None for as long as it needs."""
+    keep_alive: float = 5.0
+    """Seconds without a token after which a stream gets a comment."""
+    origins: tuple[str, ...] = ()
+    """Web pages of these origins may ask."""
+    gate: GateSettings = field(default_factory=GateSettings)
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(self.names):
+            raise ValueError(f"served_model_name is {self.names!r}; it needs at least one name, none of them empty")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"request_timeout is {self.seconds}; it must be above 0")
+        if not self.keep_alive > 0:
+            raise ValueError(f"keep_alive is {self.keep_alive}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request, as an endpoint sees it."""
+
+    body: bytes
+    path: Mapping[str, str]
+    """What stood in the places of the path."""
+    headers: Mapping[str, str]
+    receive: Callable[[], Awaitable[Any]]
+    facts: dict[str, Any]
+    """For the log."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked request for a message and the prompt it makes."""
+
+    request: ChatRequest
+    segments: list[Segment]
+    ids: list[int]
+    prompt_tokens: int
+    """Without the opener of the answer's channel."""
+    constraints: list[Constraint | None]
+    """Of each choice."""
+
+
+class Server:
+    """One model and those who ask it."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, settings: ServerSettings, constrain: Constrain | None = None
+    ) -> None:
+        """constrain: how `response_format` and `tool_choice` bind the sampling; without it, requests for what has to be
+        kept are refused."""
+        self.engine, self.tokenizer, self.settings, self.constrain = engine, tokenizer, settings, constrain
+        self.metrics = Metrics(engine)
+        self.policy = replace(settings.policy, context=engine.context, vocab_size=tokenizer.vocab_size)
+        self.created = int(time.time())
+
+    @property
+    def name(self) -> str:
+        return self.settings.names[0]
+
+    def check_model(self, asked: str | None) -> str:
+        """The name to answer with. RequestError for a model that is not served here."""
+        if asked is None or asked in self.settings.names:
+            return asked or self.name
+        known = ", ".join(self.settings.names)
+        raise RequestError(f"no model {asked!r} here; there is: {known}", "model", "model_not_found", 404)
+
+    # ------------------------------------------------------------------ chat
+
+    async def read_chat(self, body: Mapping[str, Any] | bytes) -> Asked:
+        """Check a request, render and encode its prompt. RequestError for what is wrong with it."""
+        return await in_thread(self._read_chat, body)
+
+    def _read_chat(self, body: Mapping[str, Any] | bytes) -> Asked:
+        request = read_chat(read_json(body) if isinstance(body, bytes) else body, self.policy)
+        self.check_model(request.model)
+        segments = request.prompt(self.settings.sentences)
+        if any(segment.text == IMAGE_PLACEHOLDER for segment in segments):
+            raise RequestError("the messages hold a picture; allowed: text, since this server reads no pictures yet")
+        ids = encode(segments, self.tokenizer)
+        request.room(len(ids))
+        prompt_tokens = len(ids) - request.opener(self.tokenizer)
+        return Asked(request, segments, ids, prompt_tokens, self.constraints(request, request.n))
+
+    def constraints(self, request: Common, count: int) -> list[Constraint | None]:
+        """What binds each of `count` answers. RequestError where that cannot be had."""
+        if self.constrain is not None:
+            return [self.constrain(request) for _ in range(count)]
+        if request.constraint is not None:
+            kind = request.constraint.kind
+            raise RequestError(f"an answer of kind {kind} cannot be enforced by this server", "response_format")
+        return [None] * count
+
+    def start_chat(self, asked: Asked, call: Call) -> Answers:
+        """Hand the request to the engine."""
+        request, answers = asked.request, Answers(self.engine, self.metrics.gap)
+        describe = None if request.logprobs is None else describer(self.tokenizer)
+        jobs = []
+        for k in range(request.n):
+            stops = StopStrings(request.sampling.stop)
+            parser = request.parser(self.tokenizer, stops)
+            hidden = request.sampling.stop_ids
+            reader = ChatReader(k, parser, stops, answers.tell, describe, hidden, request.ignore_eos)
+            most, constraint = request.room(len(asked.ids)), asked.constraints[k]
+            jobs.append(self.job(request, asked.ids, most, k, reader, constraint=constraint))
+        call.facts.update(prompt_tokens=asked.prompt_tokens, choices=request.n, stream=request.stream)
+        if self.settings.gate.log_prompts:
+            call.facts["prompt"] = "".join(segment.text for segment in asked.segments)
+        answers.submit(jobs)
+        answers.watch(call.receive)
+        return answers
+
+    def job(self, request: Common, ids: list[int], most: int, choice: int, reader: Reader, **more: Any) -> Job:
+        """One answer. Choices of one request have seeds of their own."""
+        params = SamplingParams(**request.sampling.params(most))
+        if params.seed is not None:
+            params = replace(params, seed=(params.seed + choice) % 2**63)
+        limits = [seconds for seconds in (request.timeout, self.settings.seconds) if seconds is not None]
+        return Job(
+            list(ids),
+            params,
+            reader,
+            top_logprobs=request.logprobs or 0,
+            ignore_ends=request.ignore_eos,
+            priority=request.priority,
+            seconds=min(limits, default=None),
+            salt=() if request.cache_salt is None else (request.cache_salt.encode("utf-8", "replace"),),
+            **more,
+        )
+
+
+# ---------------------------------------------------------------------- what is told of an answer
+
+
+def usage(prompt_tokens: int, ends: Sequence[Ended]) -> Usage:
+    """Of the answers to one prompt. Cached are the tokens that every one of them took from the cache."""
+    cached = min((end.outcome.cached_tokens for end in ends), default=0)
+    return Usage(
+        prompt_tokens,
+        sum(end.outcome.said_tokens for end in ends),
+        min(cached, prompt_tokens),
+        sum(end.reasoning_tokens for end in ends),
+    )
+
+
+def debug(ends: Iterable[Ended]) -> dict[str, Any]:
+    """Why the cache gave no more, and where the time went; an entry for each answer."""
+    return {
+        "debug": [
+            {
+                "cached_tokens": end.outcome.cached_tokens,
+                "cache_limit": end.outcome.cache_limit,
+                "queue_seconds": _short(end.outcome.queue_seconds),
+                "first_token_seconds": _short(end.outcome.first_token_seconds),
+                "seconds": _short(end.outcome.seconds),
+            }
+            for end in ends
+        ]
+    }
+
+
+def _short(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run what may take long beside the loop. A structure that is nested too deeply for us is the client's mistake."""
+    try:
+        return await asyncio.to_thread(function, *arguments)
+    except RecursionError:
+        raise RequestError("the request is nested too deeply", None, "invalid_json") from None

@@ -1,0 +1,49 @@
+"""`/tokenize`, `/detokenize` and `/apply-template`: what a prompt is, before it costs anything.
+
+A text is tokenized as text: names of control tokens in it are letters. A conversation is rendered as for an answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanok3.serve.fields import Fields, read_json, refuse
+from nanok3.serve.sampling_fields import allowed_ids, is_id
+from nanok3.serve.server import Call, Server, in_thread
+
+
+async def tokenize(server: Server, call: Call) -> dict[str, Any]:
+    """{"prompt": text} or the fields of a chat request; with "return_token_strs" the tokens' texts too."""
+    f = Fields(await in_thread(read_json, call.body))
+    server.check_model(f.string("model"))
+    if f.has("messages"):
+        ids = (await server.read_chat(f.given)).ids
+    else:
+        text = f.string("prompt")
+        if text is None:
+            raise f.refuse("prompt", "a string, or messages in its place")
+        ids = await in_thread(server.tokenizer.encode, text)
+    found = {"count": len(ids), "max_model_len": server.engine.context, "tokens": ids}
+    if f.boolean("return_token_strs"):
+        found["token_strs"] = [server.tokenizer.token_name(token) for token in ids]
+    return found
+
+
+async def detokenize(server: Server, call: Call) -> dict[str, Any]:
+    """{"tokens": ids}"""
+    f = Fields(await in_thread(read_json, call.body))
+    server.check_model(f.string("model"))
+    if not isinstance(f.get("tokens"), list):
+        raise f.refuse("tokens", "a list of token ids")
+    for k, token in enumerate(f.list("tokens")):
+        if not is_id(token, server.tokenizer.vocab_size):
+            raise refuse(f"tokens[{k}]", token, allowed_ids(server.tokenizer.vocab_size))
+    return {"prompt": await in_thread(server.tokenizer.decode, f.list("tokens"))}
+
+
+async def apply_template(server: Server, call: Call) -> dict[str, Any]:
+    """The prompt of a chat request as text, and in the parts that are encoded one by one: only what is `special` can
+    be a control token."""
+    asked = await server.read_chat(call.body)
+    parts = [{"text": segment.text, "special": segment.allow_special} for segment in asked.segments]
+    return {"prompt": "".join(segment.text for segment in asked.segments), "segments": parts, "count": len(asked.ids)}

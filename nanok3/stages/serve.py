@@ -1,0 +1,274 @@
+"""`nanok3 serve`: a model behind an HTTP API that OpenAI's clients use unchanged.
+
+    nanok3 serve runs/x --port 8000                                 http://127.0.0.1:8000/v1
+    nanok3 serve --scripted replies.jsonl --tokenizer runs/x/model  a stub that says what a file tells it to
+
+It listens on this machine only, unless --host says otherwise; then give it --api-key. SIGTERM and Ctrl-C end it in
+order: no more requests are taken, those there are finish, or are ended after --drain-timeout seconds; a second Ctrl-C
+does not wait. The log on stderr has a line of JSON for every request, without what was asked or answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from nanok3.stages.generate import ModelFlags
+
+if TYPE_CHECKING:
+    from nanok3.data.chat import Sentences
+    from nanok3.data.tokenizer import Tokenizer
+    from nanok3.serve.engine import Engine, Reading
+    from nanok3.serve.engine import Settings as EngineSettings
+    from nanok3.serve.http_gate import GateSettings
+    from nanok3.serve.server import ServerSettings
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeArgs:
+    """Serve a model over HTTP: /v1/chat/completions, /v1/completions and what belongs to them."""
+
+    model: Annotated[Path | None, tyro.conf.Positional] = None
+    """A run folder, one of its checkpoints, or any model folder in the official layout."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all of this machine's."""
+    port: int = 8000
+    """0 takes a free one, which is printed."""
+    served_model_name: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Name of the model for clients; may be given several times. Not given: the folder's."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "stored"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU; stored: as on disk, packed experts stay packed."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
+    threads: int | None = None
+    """CPU threads; torch's own choice when not given."""
+    scripted: Path | None = None
+    """In place of a model: a file of replies, one JSON object a line. Needs --tokenizer."""
+    tokenizer: Path | None = None
+    """Folder of another tokenizer than the model's."""
+    prompt_profile: Path | None = None
+    """JSON file with the wording of prompts for tools and options. Not given: the model folder's, or our own."""
+
+    memory: float | None = None
+    """GiB for states and latents of running requests and the prefix cache. Not given: a quarter of what is free."""
+    page_tokens: int | None = None
+    """Tokens in a page; not given: the fewest that hold the state of a KDA layer."""
+    hash_block: int = 512
+    """Tokens between two places at which a prefix can be taken from the cache."""
+    prefix_cache: bool = True
+    """Whether prompts are looked up in the prefix cache."""
+    check_cache: float = 0.0
+    """Share of the requests with a cache hit that are read again without it and compared."""
+    max_num_seqs: int = 64
+    """Requests that are computed together."""
+    max_num_batched_tokens: int = 512
+    """Tokens that one step reads at most."""
+    max_model_len: int | None = None
+    """Tokens of prompt and answer; not given: what the model was built for."""
+    max_waiting: int = 1024
+    """Requests that may wait before more are refused with status 429."""
+
+    api_key: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Key that clients have to send; may be given several times."""
+    api_key_file: Path | None = None
+    """More keys, one a line."""
+    admin_key: str | None = None
+    """Key for /admin; without one it is closed."""
+    max_requests_per_key: int | None = None
+    """Requests of one key at a time."""
+    max_body_mib: int = 32
+    """Largest body of a request."""
+    allowed_origins: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Origin of web pages that may ask from a browser; none without it."""
+
+    request_timeout: float | None = None
+    """Seconds a request may take; requests can ask for less."""
+    keep_alive: float = 5.0
+    """Seconds without a token after which a stream gets a comment."""
+    drain_timeout: float = 30.0
+    """Seconds that running requests have when the server is told to end."""
+    strict_sampling: bool = False
+    """Refuse the sampling values that Kimi's own service refuses."""
+    thinking: bool = True
+    """Whether to think where a request says nothing."""
+    effort: Literal["low", "high", "max"] = "max"
+    """How hard, where a request says nothing."""
+    log_prompts: bool = False
+    """Write prompts into the log."""
+
+    def engine_settings(self) -> EngineSettings:
+        from nanok3.serve.engine import Settings
+        from nanok3.serve.scheduler import Limits
+
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len is {self.max_model_len}; it must be at least 2")
+        limits = Limits(self.max_num_batched_tokens, self.max_num_seqs)
+        return Settings(
+            self.hash_block, self.prefix_cache, self.max_model_len, self.max_waiting, self.check_cache, limits=limits
+        )
+
+    def server_settings(self, sentences: Sentences) -> ServerSettings:
+        from nanok3.serve.protocol import Policy
+        from nanok3.serve.sampling_fields import Rules
+        from nanok3.serve.server import ServerSettings
+
+        rules = Rules.K3 if self.strict_sampling else Rules.FREE
+        return ServerSettings(
+            self.served_model_name or (self._folder_name(),),
+            Policy(rules=rules, thinking=self.thinking, effort=self.effort),
+            sentences,
+            self.request_timeout,
+            self.keep_alive,
+            self.allowed_origins,
+            self._gate(),
+        )
+
+    def _gate(self) -> GateSettings:
+        from nanok3.serve.http_gate import GateSettings
+
+        keys = (*self.api_key, *(_read_keys(self.api_key_file) if self.api_key_file else ()))
+        return GateSettings(keys, self.admin_key, self.max_requests_per_key, self.max_body_mib << 20, self.log_prompts)
+
+    def _folder_name(self) -> str:
+        return "scripted" if self.model is None else self.model.resolve().name
+
+
+def _read_keys(path: Path) -> list[str]:
+    if not path.is_file():
+        raise ValueError(f"api_key_file: no file {path}")
+    keys = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    if not keys:
+        raise ValueError(f"api_key_file: {path} has no key")
+    return keys
+
+
+def main(args: ServeArgs) -> None:
+    """Serve until told to end."""
+    if not 0 <= args.port < 65536:
+        raise ValueError(f"port is {args.port}; allowed: 0 to 65535")
+    if args.drain_timeout < 0:
+        raise ValueError(f"drain_timeout is {args.drain_timeout}; it must be at least 0")
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    app, engine, name = open_app(args)
+    listener = listen(args.host, args.port)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    if not (args.api_key or args.api_key_file) and not host.startswith(("127.", "::1")):
+        print("anybody who reaches this address can ask: --api-key closes it", file=sys.stderr)
+    engine.start()
+    print(f"{name} on http://{shown}:{port}/v1, context {engine.context}, {engine.pool.pages} pages", flush=True)
+    serve(app, engine, listener, args.drain_timeout)
+
+
+def open_app(args: ServeArgs) -> tuple[Any, Engine, str]:
+    """The ASGI app over an engine that has not been started, and the model's name."""
+    from nanok3.serve.api import make_app
+    from nanok3.serve.engine import Engine
+
+    settings = args.engine_settings()
+    runner, tokenizer, forbidden, sentences = open_scripted(args) if args.scripted else open_real(args)
+    engine = Engine(runner, {tokenizer.eos_id, tokenizer.end_of_msg_id}, forbidden, settings)
+    server = args.server_settings(sentences)
+    return make_app(engine, tokenizer, server), engine, server.names[0]
+
+
+Opened = tuple["Reading", "Tokenizer", list[int], "Sentences"]
+"""Who reads, the tokenizer, ids that are never said, the wording of prompts."""
+
+
+def open_real(args: ServeArgs) -> Opened:
+    """A model of a folder."""
+    from nanok3.data.tokenizer import Tokenizer
+    from nanok3.serve.generate import unnamed_ids
+    from nanok3.serve.runner import Runner
+
+    if args.model is None:
+        raise ValueError("no model was given; name its folder, or --scripted FILE with --tokenizer FOLDER")
+    opened = ModelFlags(model=args.model, dtype=args.dtype, device=args.device, threads=args.threads).open()
+    tokenizer = opened.tokenizer if args.tokenizer is None else Tokenizer.load(args.tokenizer)
+    forbidden = unnamed_ids(tokenizer, opened.model.cfg.vocab_size)
+    runner = Runner(opened.model, memory_bytes(args.memory, opened.model.lm_head.weight.device), args.page_tokens)
+    return runner, tokenizer, forbidden, sentences_of(args, opened.folder)
+
+
+def open_scripted(args: ServeArgs) -> Opened:
+    """A stub in its place."""
+    from nanok3.data.tokenizer import Tokenizer
+    from nanok3.serve.scripted import Scripted
+    from nanok3.serve.scripted_runner import ScriptedRunner
+
+    if args.model is not None or args.tokenizer is None:
+        raise ValueError("scripted needs --tokenizer FOLDER, and no model beside it")
+    assert args.scripted is not None
+    tokenizer = Tokenizer.load(args.tokenizer)
+    return ScriptedRunner(Scripted.load(args.scripted, tokenizer)), tokenizer, [], sentences_of(args, args.tokenizer)
+
+
+def sentences_of(args: ServeArgs, folder: Path) -> Sentences:
+    from nanok3.data.chat import Sentences
+
+    return Sentences.of(folder) if args.prompt_profile is None else Sentences.load(args.prompt_profile)
+
+
+def memory_bytes(gib: float | None, device: Any) -> int:
+    """What --memory means on a device."""
+    import torch
+
+    if gib is not None:
+        if not 0 < gib < 2**20:
+            raise ValueError(f"memory is {gib}; allowed: a number of GiB above 0")
+        return int(gib * GIB)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 4
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. ValueError if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def serve(app: Any, engine: Engine, listener: socket.socket, drain_seconds: float) -> None:
+    """Run the app until a signal has ended it."""
+    try:
+        import uvicorn
+    except ImportError:
+        raise ImportError("the server needs uvicorn: pip install 'nanok3[serve]'") from None
+
+    drains: list[threading.Thread] = []
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            self.force_exit = bool(drains)
+            self.should_exit = True
+            if not drains:  # whoever waits for an answer gets it, or is told, before connections close
+                drains.append(threading.Thread(target=engine.drain, args=(drain_seconds,), daemon=True))
+                drains[0].start()
+
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=int(drain_seconds) + 5,
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    Server(config).run(sockets=[listener])
+    engine.drain(0)
