@@ -135,16 +135,17 @@ def test_other_instruction_sets(name: str, flags: str, tmp_path: Path) -> None:
     assert_passed(name, flags, tmp_path)
 
 
-@pytest.mark.parametrize("target", ("x86-64", "haswell", "x86-64-v4", "cooperlake", "arm64", "arm64 with bf16"))
+@pytest.mark.parametrize("target", ("x86-64-v4", "cooperlake", "arm64", "arm64 with bf16"))
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_for_other_processors(name: str, target: str, tmp_path: Path) -> None:
-    """Plain SSE, AVX2, AVX-512, AVX-512 with bf16, and ARM where there is a cross compiler."""
+    """AVX-512 with and without bf16, and ARM where there is a cross compiler. Not optimised: code is made of every
+    instruction meant for the target, and that is what can fail."""
     arm = target.startswith("arm64")
     compiler = shutil.which("aarch64-linux-gnu-g++") if arm else COMPILER
     if compiler is None or (not arm and not X86):
         pytest.skip(f"no compiler for {target} here")
     tuning = {"arm64": "-march=armv8-a", "arm64 with bf16": "-march=armv8.6-a"}.get(target, f"-march={target}")
-    flags = ("-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Werror=return-type", "-fopenmp")
+    flags = ("-std=c++17", "-O0", "-fPIC", "-shared", "-Wall", "-Werror=return-type", "-fopenmp")
     command = [compiler, *flags, tuning, str(native.SOURCES / f"{name}.cpp"), "-o", str(tmp_path / "library.so")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-4000:]
