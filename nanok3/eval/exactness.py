@@ -16,6 +16,7 @@ and whether it answered. So the report cannot disagree with the dispatch.
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanok3.config import K3Config
 from nanok3.model.decoder import K3
+from nanok3.model.native_decode import NativeDecoder
+
+log = logging.getLogger("nanok3")
 
 KERNELS = ("nanok3.kernels.", "fla.")
 """Modules whose functions are device kernels, or stand before them."""
@@ -96,6 +100,8 @@ class Operator:
     """In which it is compared with the reference."""
     flops: Callable[..., float] | None = None
     """Arithmetic of a forward call as a function of the arguments; None where memory is what limits."""
+    reads: Callable[..., float] | None = None
+    """Bytes that a forward call has to read, where that is what limits and inputs and outputs are not the measure."""
 
 
 # ---------------------------------------------------------------------- which kernel answers
@@ -112,8 +118,9 @@ class Answer:
 
 @contextmanager
 def watch() -> Iterator[list[Answer]]:
-    """Notes every kernel that the block asks, in this thread. A kernel that refuses returns NotImplemented or None;
-    one that only says whether it could (a bool) counts as neither, and neither does importing it."""
+    """Notes every kernel that the block asks, in this thread: it has taken the call if it returns tensors, and refused
+    it if it returns NotImplemented. What returns anything else only prepares a call, or says whether one could be made.
+    """
     answers: list[Answer] = []
     inside: list[FrameType] = []
 
@@ -124,9 +131,8 @@ def watch() -> Iterator[list[Answer]]:
             inside.append(frame)
         elif event == "return" and inside and frame is inside[0]:
             inside.clear()
-            if not isinstance(value, bool) and name != "<module>":
-                taken = value is not NotImplemented and value is not None
-                answers.append(Answer(f"{module.removeprefix(KERNELS[0])}.{name}", taken))
+            if value is NotImplemented or _tensors(value):
+                answers.append(Answer(f"{module.removeprefix(KERNELS[0])}.{name}", value is not NotImplemented))
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -177,13 +183,26 @@ def error_of(found: Tensor, expected: Tensor) -> float:
 
 def check_operator(operator: Operator, backend: Backend, dtype: torch.dtype) -> Iterator[Check]:
     """Outputs with and without autograd, then gradients, beside the reference in float64."""
+    name = f"{operator.name}, {str(dtype).removeprefix('torch.')}"
+    yield from _or_failed(name, backend, _operator_checks(name, operator, backend, dtype))
+
+
+def _or_failed(what: str, backend: Backend, checks: Iterator[Check]) -> Iterator[Check]:
+    """A backend that raises is as broken as one that computes wrong, and must not hide what the others do."""
+    try:
+        yield from checks
+    except Exception as error:
+        log.error("%s on %s raised %r", what, backend.name, error)
+        yield Check(what, backend.name, float("inf"), 0.0)
+
+
+def _operator_checks(name: str, operator: Operator, backend: Backend, dtype: torch.dtype) -> Iterator[Check]:
     inputs = operator.draw(Draw(dtype, backend.device))
     outputs, gradients = _evaluate(operator.reference, [_double(x) for x in inputs], operator.gradients)
     with backend.context():
         found, found_gradients = _evaluate(operator.run, list(inputs), operator.gradients)
         with torch.no_grad():
             plain = _tensors(operator.run(*inputs))
-    name = f"{operator.name}, {str(dtype).removeprefix('torch.')}"
     errors = [error_of(a, b) for some in (found, plain) for a, b in zip(some, outputs, strict=True)]
     yield Check(name, backend.name, max(errors), FORWARD_BOUNDS[dtype])
     if operator.gradients:
@@ -217,8 +236,9 @@ def _double(x: Any) -> Any:
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    """The tensors of a result: one, or those of a tuple."""
-    return [result] if isinstance(result, Tensor) else [x for x in result if isinstance(x, Tensor)]
+    """The tensors of a result: one, or those of a tuple or list."""
+    several = result if isinstance(result, tuple | list) else (result,)
+    return [x for x in several if isinstance(x, Tensor)]
 
 
 # ---------------------------------------------------------------------- a whole model
@@ -289,6 +309,19 @@ def _cached(model: K3) -> tuple[Tensor, Tensor]:
     return _in_pieces(model, ids, PIECES), model(ids).logits
 
 
+def _native_decoding(model: K3) -> tuple[Tensor, Tensor]:
+    """As `nanok3 generate` decodes; where there is no native decoder, that is the model itself."""
+    ids = _ids(model, 3)
+    state, decoder = model.new_state(3), NativeDecoder.of(model)
+    rows = [model(ids[:, :40], state=state).logits]
+    for token in ids[:, 40:].split(1, dim=1):
+        if isinstance(decoder, NativeDecoder):
+            rows.append(decoder.step_state(token, state).logits[:, None])
+        else:
+            rows.append(model(token, state=state).logits)
+    return torch.cat(rows, dim=1), model(ids).logits
+
+
 def _batched(model: K3) -> tuple[Tensor, Tensor]:
     ids = _ids(model, 3)
     return model(ids).logits, torch.cat([model(row).logits for row in ids.split(1)])
@@ -332,6 +365,7 @@ Equality = tuple[str, Callable[[K3], tuple[Tensor, Tensor]], float]
 EQUALITIES: tuple[Equality, ...] = (
     ("token by token = at once", _token_by_token, 3e-5),
     ("in pieces with a cache = at once", _cached, 3e-5),
+    ("one native call a token = at once", _native_decoding, 3e-5),
     ("a batch = each row alone", _batched, 3e-5),
     ("decoding a batch = each row alone", _batched_decoding, 3e-5),
     ("packed documents = each alone", _packed, 3e-5),
@@ -349,12 +383,22 @@ def check_equalities(
     model = (model or awkward_model()).to(backend.device)
     with backend.context(), torch.no_grad():
         for what, sides, bound in equalities:
-            found, expected = sides(model)
-            yield Check(what, backend.name, error_of(found, expected), bound)
+            yield from _or_failed(what, backend, _both_sides(what, sides, bound, backend, model))
+
+
+def _both_sides(
+    what: str, sides: Callable[[K3], tuple[Tensor, Tensor]], bound: float, backend: Backend, model: K3
+) -> Iterator[Check]:
+    found, expected = sides(model)
+    yield Check(what, backend.name, error_of(found, expected), bound)
 
 
 def check_float64(backend: Backend, model: K3 | None = None) -> Iterator[Check]:
     """Logits and gradients of a packed row beside the same model in float64."""
+    yield from _or_failed("logits and gradients", backend, _float64_checks(backend, model))
+
+
+def _float64_checks(backend: Backend, model: K3 | None) -> Iterator[Check]:
     model = (model or awkward_model()).to(backend.device)
     with backend.context():
         logits, gradients = _logits_and_gradients(model)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanok3.eval.exactness import Draw, Operator
 from nanok3.kernels import native, roofline
@@ -219,6 +219,8 @@ class Rates:
     """Float32 multiply-adds on registers: no kernel can be faster. None without a compiler."""
     float32: float
     bfloat16: float
+    read: float | None
+    """Bytes read by all threads from memory that no cache holds. None without a compiler."""
     copy: float
     """Bytes read plus bytes written of a copy far larger than the caches."""
 
@@ -230,15 +232,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Speed:
-    """A forward call of an operator at the sizes of a small model, in float32."""
+    """A forward call of an operator at the sizes of a small model, in float32, beside what limits it: `peak` for
+    arithmetic (operations a second), `read` or `copy` for memory (bytes a second)."""
 
     operator: str
     seconds: float
-    per_second: float | None
-    """None where neither arithmetic nor bytes are known: a whole model."""
-    unit: str
+    per_second: float
+    limited_by: str
     limit: float
-    """Of the same unit: the roofline."""
 
 
 def measure_rates(facts: Facts) -> Rates:
@@ -248,7 +249,8 @@ def measure_rates(facts: Facts) -> Rates:
     if narrow > 1e10:  # else a larger product would take seconds
         narrow = max(narrow, matmul_rate(torch.bfloat16))
     wide = max(wide, matmul_rate(torch.float32))
-    return Rates(one_core * busy if one_core else None, wide, narrow, copy_rate())
+    read = roofline.read_bandwidth(facts.threads)
+    return Rates(one_core * busy if one_core else None, wide, narrow, read, copy_rate())
 
 
 def copy_rate(numbers: int = 2**25) -> float:
@@ -269,18 +271,17 @@ def best_seconds(run: Callable[[], object], seconds: float = 0.15) -> float:
 
 @torch.no_grad()
 def measure_operator(operator: Operator, rates: Rates, device: str = "cpu") -> Speed:
-    """Arithmetic beside the multiply-add peak, or bytes of inputs and outputs beside the copy."""
+    """Arithmetic beside the peak, bytes that must be read beside reading, else inputs and outputs beside copying."""
     inputs = operator.draw(Draw(torch.float32, device, large=True))
     result = operator.run(*inputs)
     seconds = best_seconds(lambda: operator.run(*inputs))
     if operator.flops is not None:
-        work = operator.flops(*inputs)
-        return Speed(operator.name, seconds, work / seconds, "FLOP/s", rates.peak)
-    if any(isinstance(x, nn.Module) for x in inputs):
-        return Speed(operator.name, seconds, None, "", 0.0)
+        return Speed(operator.name, seconds, operator.flops(*inputs) / seconds, "peak", rates.peak)
+    if operator.reads is not None:
+        return Speed(operator.name, seconds, operator.reads(*inputs) / seconds, "read", rates.read or rates.copy)
     results = [result] if isinstance(result, Tensor) else list(result)
     moved = sum(x.nbytes for x in (*inputs, *results) if isinstance(x, Tensor))
-    return Speed(operator.name, seconds, moved / seconds, "B/s", rates.copy)
+    return Speed(operator.name, seconds, moved / seconds, "copy", rates.copy)
 
 
 # ---------------------------------------------------------------------- what to change

@@ -24,6 +24,7 @@ from nanok3.model.kda import OutputNorm, kda, kda_reference, l2_normalize, log_d
 from nanok3.model.latent_moe import Experts, PackedExperts, Routing, routed, routed_reference
 from nanok3.model.mla import causal_attention, causal_attention_reference, latent_attention
 from nanok3.model.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from nanok3.model.native_decode import NativeDecoder
 from nanok3.model.short_conv import short_conv, short_conv_reference
 from nanok3.model.situ import situ_glu, situ_glu_reference
 from nanok3.train.loss import IGNORE, cross_entropy, cross_entropy_reference
@@ -193,6 +194,10 @@ def packed_experts(cfg: K3Config, z: Tensor, chosen: Tensor, p: Tensor, *packed:
     return routed(module, z, Routing(p, chosen, p))
 
 
+def packed_reads(_cfg: K3Config, _z: Tensor, _chosen: Tensor, _p: Tensor, *packed: Tensor) -> float:
+    return float(sum(x.nbytes for x in packed))
+
+
 def packed_reference(cfg: K3Config, z: Tensor, chosen: Tensor, p: Tensor, *packed: Tensor) -> Tensor:
     weights = [dequantize_mxfp4(w, scale, z.dtype) for w, scale in zip(packed[::2], packed[1::2])]
     return experts_reference(cfg, z, chosen, p, *weights)
@@ -247,23 +252,36 @@ def draw_loss(draw: Draw) -> tuple[Any, ...]:
 
 
 def draw_token(draw: Draw) -> tuple[Any, ...]:
-    """A model, what it has read, its state after that, and the next token of each row."""
-    cfg = K3Config.small() if draw.large else None
-    model = (awkward_model() if cfg is None else K3(cfg).eval().requires_grad_(False)).to(draw.device, draw.dtype)
+    """A model, what reads its next token here, the text, and the state before the text's last token."""
+    model = K3(K3Config.small()).eval().requires_grad_(False) if draw.large else awkward_model()
+    model = model.to(draw.device, draw.dtype)
     ids = (draw.uniform(1 if draw.large else 2, 20) * model.cfg.vocab_size).long()
     state = model.new_state(len(ids))
     with torch.no_grad():
         model(ids[:, :-1], state=state)
-    return model, ids, state
+    return model, NativeDecoder.of(model), ids, state
 
 
-def next_token(model: K3, ids: Tensor, state: ModelState) -> Tensor:
-    return model(ids[:, -1:], state=state.clone()).logits
+def next_token(model: K3, decoder: NativeDecoder | str, ids: Tensor, state: ModelState) -> Tensor:
+    """As `nanok3 generate` decodes."""
+    state = state.clone()
+    if isinstance(decoder, NativeDecoder):
+        return decoder.step_state(ids[:, -1:], state).logits
+    return model(ids[:, -1:], state=state).logits[:, 0]
 
 
-def next_token_reference(model: K3, ids: Tensor, _: ModelState) -> Tensor:
+def next_token_reference(model: K3, _decoder: NativeDecoder | str, ids: Tensor, _state: ModelState) -> Tensor:
     """The whole text at once, in float64."""
-    return copy.deepcopy(model).cpu().double()(ids).logits[:, -1:]
+    return copy.deepcopy(model).cpu().double()(ids.cpu()).logits[:, -1]
+
+
+def token_reads(model: K3, *_: Any) -> float:
+    """Every weight once, but of the embedding a row and of the experts those that are chosen."""
+    cfg, total = model.cfg, 0.0
+    for name, weight in model.named_parameters():
+        chosen = cfg.num_experts_per_token / cfg.num_experts if ".experts." in name else 1.0
+        total += 0 if "embed_tokens" in name else chosen * weight.nbytes
+    return total
 
 
 OPERATORS: tuple[Operator, ...] = (
@@ -278,9 +296,11 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("depth mix", mixed, mixed_reference, draw_mix),
     Operator("linear", linear, F.linear, draw_linear, flops=lambda x, w: 2.0 * len(x) * w.numel()),
     Operator("experts", experts, experts_reference, draw_experts, flops=expert_flops),
-    Operator("experts in MXFP4", packed_experts, packed_reference, draw_packed, gradients=False),
+    Operator("experts in MXFP4", packed_experts, packed_reference, draw_packed, gradients=False, reads=packed_reads),
     Operator("attention, prefill", attention, attention_reference, draw_attention, flops=attention_flops),
     Operator("attention, decode", latent_attention, latent_reference, draw_latent),
-    Operator("token, all layers", next_token, next_token_reference, draw_token, False, (torch.float32,)),
+    Operator(
+        "token, all layers", next_token, next_token_reference, draw_token, False, (torch.float32,), reads=token_reads
+    ),
     Operator("loss", cross_entropy, cross_entropy_reference, draw_loss, flops=lambda h, w, _: 2.0 * len(h) * w.numel()),
 )

@@ -46,7 +46,7 @@ FACTS = Facts(
     libraries=(Library("torch", "2.13.0", ""), Library("pillow", "12", "vision"), Library("fla-core", None, "gpu")),
     kernels=(Built("kda", 3.0, None), Built("norms", None, None)),
 )
-RATES = Rates(multiply_add=1e11, float32=9e10, bfloat16=9e10, copy=2e10)
+RATES = Rates(multiply_add=1e11, float32=9e10, bfloat16=9e10, read=1e10, copy=2e10)
 NAMES = {operator.name: operator for operator in OPERATORS}
 
 
@@ -166,11 +166,14 @@ def test_the_table_shows_every_backend_and_what_failed():
 def test_speed_is_beside_the_right_limit():
     small = replace(NAMES["linear"], draw=lambda draw: (torch.ones(8, 8), torch.ones(8, 8)))
     speed = measure_operator(small, RATES)
-    assert speed.unit == "FLOP/s" and speed.limit == 1e11
+    assert (speed.limited_by, speed.limit) == ("peak", 1e11)
     assert speed.per_second == pytest.approx(2 * 8**3 / speed.seconds)
     moved = measure_operator(replace(small, flops=None), RATES)
-    assert (moved.unit, moved.limit) == ("B/s", 2e10)
+    assert (moved.limited_by, moved.limit) == ("copy", 2e10)
     assert moved.per_second == pytest.approx(3 * 8 * 8 * 4 / moved.seconds)
+    read = measure_operator(replace(small, flops=None, reads=lambda x, w: w.nbytes), RATES)
+    assert (read.limited_by, read.limit) == ("read", 1e10)
+    assert read.per_second == pytest.approx(8 * 8 * 4 / read.seconds)
 
 
 # ---------------------------------------------------------------------- the command
@@ -181,10 +184,17 @@ def wrong(x):
 
 
 BROKEN = Operator("broken", wrong, lambda x: x, lambda draw: (draw(3, 4),))
+
+
+def raising(x):
+    raise RuntimeError("a broken build")
+
+
+RAISING = replace(BROKEN, run=raising)
 FINE = replace(BROKEN, run=lambda x: x.clone())
 
 
-@pytest.mark.parametrize(("operator", "failed"), [(FINE, False), (BROKEN, True)])
+@pytest.mark.parametrize(("operator", "failed"), [(FINE, False), (BROKEN, True), (RAISING, True)])
 def test_a_broken_operator_ends_it_with_status_1(operator, failed, tmp_path, capsys):
     file = tmp_path / "doctor.json"
     with pytest.raises(SystemExit) if failed else nullcontext() as ended:
