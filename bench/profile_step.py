@@ -320,7 +320,7 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue"
   text { fill: #e9e6df; } .soft { fill: #a19e96; } .c0 { fill: #62b6ea; } .c1 { fill: #f08a4b; }
 }
 </style>"""
-LABELS, BARS, NUMBERS, LINE = 262.0, 300.0, 118.0, 20.0
+LABELS, BARS, LINE, LETTER = 262.0, 300.0, 20.0, 7.0
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,9 @@ def picture(panels: Sequence[Panel], description: str) -> str:
         top = first + LINE * len(panel.bars)
         parts.append(f'<path class="rule" d="M{LABELS + 8:.1f} {first:.1f}V{top:.1f}"/>')
         top += 18
-    whole = svg(parts, LABELS + 8 + BARS + NUMBERS, top, description)
+    parts.append(text(0, top + 8, description, "soft"))
+    told = max((len(bar.told) for panel in panels for bar in panel.bars), default=0)
+    whole = svg(parts, LABELS + 8 + BARS + 12 + LETTER * told, top + 16, description)
     return whole.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
 
 
@@ -425,8 +427,8 @@ def main(options: Options) -> None:
     harness.print_table(fault_rows)
     model = K3Config.small() if options.preset == "small" else K3Config.tiny()
     what = f"K3Config.{options.preset}(): {model.num_hidden_layers} layers, {options.threads} thread(s)"
-    write(options.json.parent / "profile" / "steps.svg", picture(panels, f"where the time goes, {what}"))
-    write(options.json.parent / "profile" / "page_faults.svg", picture([fault_panel(found)], f"page faults, {what}"))
+    write(options.json.parent / "profile" / "steps.svg", picture(panels, f"Where the time goes: {what}"))
+    write(options.json.parent / "profile" / "page_faults.svg", picture([fault_panel(found)], f"Page faults: {what}"))
     harness.write_json(options.json, table.records, options, page_faults=fault_rows)
 
 
