@@ -315,7 +315,7 @@ def _thread_advice(facts: Facts) -> Iterator[str]:
             f"OMP_WAIT_POLICY is {facts.wait_policy!r}: threads spin while they wait, ten times slower on a busy "
             "machine. Leave it unset (nanok3 then sets passive)."
         )
-    if facts.load > 1.5 * facts.cores:
+    if busy(facts):
         yield f"The load is {facts.load:.1f} on {facts.cores} cores: other work runs, and the rates here are too low."
 
 
@@ -329,7 +329,7 @@ def _library_advice(facts: Facts, rates: Rates) -> Iterator[str]:
             f"torch's bfloat16 products reach {rates.bfloat16 / 1e9:.1f} GFLOP/s, float32 {rates.float32 / 1e9:.0f}: "
             "train and generate in float32 (auto does)."
         )
-    if rates.multiply_add and rates.float32 < 0.4 * rates.multiply_add:
+    if rates.multiply_add and rates.float32 < 0.4 * rates.multiply_add and not busy(facts):
         yield "torch's float32 products reach less than 40 % of the peak: its BLAS does not know this processor well."
     if facts.memory_free is not None and facts.memory_free < 4 * 2**30:
         yield f"{facts.memory_free / 2**30:.1f} GiB of memory are free: stay with the tiny and small presets."
@@ -341,6 +341,11 @@ def _library_advice(facts: Facts, rates: Rates) -> Iterator[str]:
     if missing:
         named = ", ".join(f"{extra} ({EXTRAS.get(extra, 'optional')})" for extra in sorted(missing))
         yield f"Not installed: {named}. `pip install 'nanok3[{','.join(sorted(missing))}]'`"
+
+
+def busy(facts: Facts) -> bool:
+    """Whether other work takes so much that rates of several threads by the clock say little."""
+    return facts.load > 1.5 * facts.cores
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -84,6 +84,8 @@ def test_advice_follows_the_measured_products():
     assert "1.0 GFLOP/s, float32 90" in slow
     (blas,) = advice(FACTS, replace(RATES, float32=2e10, bfloat16=2e10))
     assert "less than 40 %" in blas
+    (loaded,) = advice(replace(FACTS, load=9.0), replace(RATES, float32=2e10, bfloat16=2e10))
+    assert "The load is 9.0" in loaded
 
 
 # ---------------------------------------------------------------------- facts
