@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from nanok3.data.tokenizer import StreamDecoder, Tokenizer
 from nanok3.serve.engine import Engine, Job, Outcome, Overloaded, Stopping, Token
 from nanok3.serve.events import ContentDelta, Event, MessageEnd, merged
 from nanok3.serve.fields import RequestError
-from nanok3.serve.replies import TokenLogprob
+from nanok3.serve.replies import TokenLogprob, sse
 
 if TYPE_CHECKING:
     from nanok3.serve.generate import StopStrings
@@ -46,6 +46,8 @@ class Ended:
     events: list[Event]
     outcome: Outcome
     reasoning_tokens: int = 0
+    stop: str | None = None
+    """The stop string that ended it."""
 
 
 @dataclass(eq=False)
@@ -112,7 +114,7 @@ class ChatReader:
 
     def finish(self, outcome: Outcome) -> None:
         events = self.parser.finish(outcome.finish_reason)
-        self.tell(Ended(self.index, events, outcome, self.parser.reasoning_ids))
+        self.tell(Ended(self.index, events, outcome, self.parser.reasoning_ids, self.stops.found))
 
 
 class TextReader:
@@ -140,7 +142,7 @@ class TextReader:
     def finish(self, outcome: Outcome) -> None:
         text = self.stops.push(self._text.flush()) + self.stops.flush()
         end = MessageEnd(outcome.finish_reason)
-        self.tell(Ended(self.index, [ContentDelta(text), end] if text else [end], outcome))
+        self.tell(Ended(self.index, [ContentDelta(text), end] if text else [end], outcome, 0, self.stops.found))
 
 
 class Answers:
@@ -254,6 +256,11 @@ class Busy(RequestError):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message, None, "rate_limit_exceeded", 429, "rate_limit_error")
         self.retry_after = retry_after
+
+
+def named_sse(kind: str, body: Mapping[str, Any]) -> bytes:
+    """A server-sent event with a name."""
+    return f"event: {kind}\n".encode() + sse(body)
 
 
 def check_outcome(outcome: Outcome) -> None:

@@ -1,6 +1,7 @@
 """The HTTP API as an ASGI app: which function answers which path.
 
     POST /v1/chat/completions   POST /v1/completions      GET /v1/models, /v1/models/{model}
+    POST /v1/responses          POST /v1/messages, /v1/messages/count_tokens
     POST /tokenize, /detokenize, /apply-template          GET /health, /ready, /metrics, /v1/loads
     POST /admin/flush
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanok3.data.tokenizer import Tokenizer
-from nanok3.serve import chat_api, completions_api, openapi, status_api, tokens_api
+from nanok3.serve import chat_api, completions_api, messages_api, openapi, responses_api, status_api, tokens_api
 from nanok3.serve.answers import ClientGone
 from nanok3.serve.engine import Engine
 from nanok3.serve.fields import RequestError
@@ -46,6 +47,9 @@ class Route:
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_api.chat_completions, "The next message", openapi.CHAT),
     Route("POST", "/v1/completions", completions_api.completions, "Continue texts", openapi.COMPLETION),
+    Route("POST", "/v1/responses", responses_api.responses, "The same, as OpenAI's Responses API", openapi.RESPONSE),
+    Route("POST", "/v1/messages", messages_api.messages, "The same, as Anthropic's Messages API", openapi.MESSAGES),
+    Route("POST", "/v1/messages/count_tokens", messages_api.count_tokens, "Tokens of a prompt", openapi.MESSAGES),
     Route("GET", "/v1/models", status_api.models, "The models served here"),
     Route("GET", "/v1/models/{model:path}", status_api.model, "One of them"),
     Route("POST", "/tokenize", tokens_api.tokenize, "Ids of a text or a conversation", openapi.TOKENIZE),

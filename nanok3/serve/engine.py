@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from nanok3.serve.arena import Arena
 from nanok3.serve.cache_check import CacheChecks
+from nanok3.serve.offload import ArenaBytes, Offload, Tier
 from nanok3.serve.page_pool import PageLayout, PagePool
 from nanok3.serve.prefix_cache import Picture, PrefixCache, SpanKeys
 from nanok3.serve.sampler import SamplingParams, TokenCounts, adjust, new_generator, sample, tempered
@@ -34,6 +38,7 @@ from nanok3.serve.sequence import Sequence, Status
 
 log = logging.getLogger("nanok3")
 _numbers = itertools.count()
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,8 @@ class Settings:
     check_bound: float = 1e-3
     """A difference above this is logged as an error."""
     limits: Limits = field(default_factory=Limits)
+    tier: Tier | None = None
+    """Where evicted prefixes go; None for nowhere."""
 
     def __post_init__(self) -> None:
         if self.hash_block < 16:
@@ -215,11 +222,13 @@ class Engine:
         self.pool = PagePool(runner.pages, freed)
         self.cache = PrefixCache(self.pool, self.settings.hash_block, layout.page_tokens, len(layout.groups))
         self.scheduler = Scheduler(self.cache, layout, runner.arena, self.settings.limits, self.settings.caching)
+        self.offload = None if self.settings.tier is None else self._offload(self.settings.tier)
         self.checks = CacheChecks(
             runner, self.cache, self.settings.check_cache, self.settings.check_bound, self.settings.limits.budget
         )
         self.context = min(runner.context, self.settings.max_model_len or runner.context, self.scheduler.most_tokens)
         self.weight_version = 0
+        self._process = os.urandom(16)
         self._inbox: deque[_Running] = deque()
         self._errands: deque[Callable[[], None]] = deque()
         self._jobs: dict[str, _Running] = {}
@@ -254,9 +263,44 @@ class Engine:
             self._errands.append(errand)
             self._changed.notify()
 
+    def ask(self, errand: Callable[[], Answer]) -> Answer:
+        """Run something in the engine's thread between two steps and wait for what it gives; its exception is raised
+        here. Without a running thread it is run at once."""
+        if self._thread is None or not self._thread.is_alive():
+            return errand()
+        future: Future[Answer] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(errand())
+            except Exception as error:
+                future.set_exception(error)
+
+        self.do(run)
+        return future.result()
+
     def flush(self) -> None:
         """Forget all cached prefixes."""
         self.do(self.cache.clear)
+        if self.offload is not None:
+            self.do(self.offload.store.clear)
+
+    def keys(self, ids: Iterable[int], salt: tuple[bytes, ...] = (), pictures: tuple[Picture, ...] = ()) -> SpanKeys:
+        """The keys under which tokens are cached. Weights that were changed since they were loaded are known to this
+        process alone, so nobody else may find what they computed."""
+        version = b"%d" % self.weight_version + (self._process if self.weight_version else b"")
+        keys = SpanKeys(self.settings.hash_block, (version, *salt), pictures)
+        keys.push(ids)
+        return keys
+
+    def _offload(self, tier: Tier) -> Offload:
+        if not isinstance(self.runner.arena, Arena):
+            raise ValueError("tier: this model keeps nothing that could be evicted; allowed: None")
+        offload = Offload(tier, self.cache, self.runner.layout, ArenaBytes(self.runner.arena))
+        self.scheduler.before_lookup = lambda sequence: offload.restore(
+            sequence.keys.keys, len(sequence.ids), len(self.scheduler.running)
+        )
+        return offload
 
     @property
     def waiting(self) -> int:
@@ -291,10 +335,8 @@ class Engine:
 
     def _running(self, job: Job) -> _Running:
         now = time.monotonic()
-        salt = (b"%d" % self.weight_version, *job.salt)
-        salt = (*salt, job.id.encode()) if job.prompt_logprobs else salt
-        keys = SpanKeys(self.settings.hash_block, salt, job.pictures)
-        keys.push(job.prompt)
+        salt = (*job.salt, job.id.encode()) if job.prompt_logprobs else job.salt
+        keys = self.keys(job.prompt, salt, job.pictures)
         sequence = Sequence(job.id, list(job.prompt), len(job.prompt), keys, job.priority, now)
         counts = TokenCounts.of(job.prompt, self.runner.vocab_size) if job.params.counts_tokens else None
         limit = min(job.params.max_tokens, self.context - len(job.prompt))
@@ -316,6 +358,8 @@ class Engine:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
+        if self.offload is not None:
+            self.offload.store.close()
         return finished
 
     def _loop(self) -> None:

@@ -102,6 +102,40 @@ COMPLETION: Schema = {
     },
 }
 
+_ITEMS: Schema = {"type": "array", "items": _OBJECT, "minItems": 1}
+
+RESPONSE: Schema = {
+    "type": "object",
+    "required": ["input"],
+    "properties": {
+        **{name: _SAMPLING[name] for name in ("model", "temperature", "top_p", "stream", "metadata", "user")},
+        "input": {"anyOf": [_TEXT, _ITEMS]},
+        "instructions": _TEXT,
+        "max_output_tokens": _whole(1, MAX_TOKENS),
+        "tools": {"type": "array", "items": _OBJECT},
+        "tool_choice": {"anyOf": [{"enum": list(TOOL_CHOICES)}, _OBJECT]},
+        "parallel_tool_calls": _FLAG,
+        "text": _OBJECT,
+        "reasoning": _OBJECT,
+    },
+}
+
+MESSAGES: Schema = {
+    "type": "object",
+    "required": ["messages"],
+    "properties": {
+        **{name: _SAMPLING[name] for name in ("model", "temperature", "top_p", "top_k", "stream", "metadata")},
+        "messages": _ITEMS,
+        "max_tokens": _whole(1, MAX_TOKENS),
+        "system": {"anyOf": [_TEXT, {"type": "array", "items": _OBJECT}]},
+        "stop_sequences": {"type": "array", "items": _TEXT, "maxItems": STOPS},
+        "tools": {"type": "array", "items": _OBJECT},
+        "tool_choice": _OBJECT,
+        "thinking": _OBJECT,
+        "output_config": _OBJECT,
+    },
+}
+
 TOKENIZE: Schema = {
     "type": "object",
     "properties": {"prompt": _TEXT, "messages": CHAT["properties"]["messages"], "return_token_strs": _FLAG},

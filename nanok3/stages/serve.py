@@ -10,6 +10,7 @@ does not wait. The log on stderr has a line of JSON for every request, without w
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -175,12 +176,14 @@ def open_app(args: ServeArgs) -> tuple[Any, Engine, str]:
     """The ASGI app over an engine that has not been started, and the model's name."""
     from nanok3.serve.api import make_app
     from nanok3.serve.engine import Engine
+    from nanok3.serve.grammar import for_request
 
     settings = args.engine_settings()
     runner, tokenizer, forbidden, sentences = open_scripted(args) if args.scripted else open_real(args)
     engine = Engine(runner, {tokenizer.eos_id, tokenizer.end_of_msg_id}, forbidden, settings)
     server = args.server_settings(sentences)
-    return make_app(engine, tokenizer, server), engine, server.names[0]
+    constrain = functools.partial(for_request, tokenizer=tokenizer, vocab_size=runner.vocab_size)
+    return make_app(engine, tokenizer, server, constrain), engine, server.names[0]
 
 
 Opened = tuple["Reading", "Tokenizer", list[int], "Sentences"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import math
@@ -12,9 +13,10 @@ import time
 import pytest
 from served import TOKENIZER, call, events_of, message, served, user
 
-from nanok3.serve import chat_api, completions_api, openapi, status_api, tokens_api
+from nanok3.serve import chat_api, completions_api, messages_api, openapi, responses_api, status_api, tokens_api
 from nanok3.serve.api import ROUTES
 from nanok3.serve.engine import Job
+from nanok3.serve.grammar import for_request
 from nanok3.serve.http_gate import GateSettings
 from nanok3.serve.protocol import Policy
 from nanok3.serve.sampling_fields import Rules
@@ -161,6 +163,20 @@ def test_problems_of_an_answer_are_told(stub):
     assert "problems" not in stub.chat().json()
 
 
+def test_what_is_said_keeps_to_a_schema_and_a_forced_tool():
+    constrain = functools.partial(for_request, tokenizer=TOKENIZER, vocab_size=TOKENIZER.vocab_size)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    with served(message(content='Sure: {"a": 12} is it'), constrain=constrain) as stub:
+        choice = stub.chat(response_format=form).json()["choices"][0]
+        assert choice["message"]["reasoning_content"] == "Hm." and json.loads(choice["message"]["content"]) == {"a": 12}
+        chunks, done = stub.stream(response_format=form)
+        assert done and json.loads("".join(c["choices"][0]["delta"].get("content", "") for c in chunks)) == {"a": 12}
+        wrong = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": 3}}}
+        assert stub.chat(response_format=wrong).status_code == 400
+        assert stub.chat(tools=[WEATHER], tool_choice="required", max_tokens=60).status_code == 200
+
+
 # ---------------------------------------------------------------------- completions
 
 
@@ -248,7 +264,7 @@ def test_health_loads_and_metrics():
         assert response.status_code == 503 and response.json()["error"]["code"] == "shutting_down"
 
 
-@pytest.mark.parametrize("module", [chat_api, completions_api, status_api, tokens_api])
+@pytest.mark.parametrize("module", [chat_api, completions_api, messages_api, responses_api, status_api, tokens_api])
 def test_every_endpoint_has_its_path(module):
     found = [f for _, f in inspect.getmembers(module, inspect.iscoroutinefunction) if f.__module__ == module.__name__]
     public = [f for f in found if not f.__name__.startswith("_")]

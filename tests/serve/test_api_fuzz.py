@@ -15,11 +15,30 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 POSTS = {
     "/v1/chat/completions": openapi.CHAT,
     "/v1/completions": openapi.COMPLETION,
+    "/v1/responses": openapi.RESPONSE,
+    "/v1/messages": openapi.MESSAGES,
     "/tokenize": openapi.TOKENIZE,
     "/detokenize": openapi.DETOKENIZE,
     "/apply-template": openapi.CHAT,
 }
-NAMES = ["role", "content", "type", "function", "name", "tools", "url", "effort", "schema", "json_schema", "arguments"]
+NAMES = [
+    "role",
+    "input",
+    "id",
+    "call_id",
+    "source",
+    "text",
+    "content",
+    "type",
+    "function",
+    "name",
+    "tools",
+    "url",
+    "effort",
+    "schema",
+    "json_schema",
+    "arguments",
+]
 
 leaves = (
     st.none()
@@ -32,6 +51,7 @@ leaves = (
     | st.sampled_from(
         ["user", "system", "assistant", "tool", "text", "function", "json_schema", "auto", "required", "max"]
     )
+    | st.sampled_from(["function_call", "reasoning", "function_call_output", "tool_use", "tool_result", "thinking"])
     | st.text(max_size=20)
 )
 values = st.recursive(
@@ -50,7 +70,9 @@ def requests(draw):
     """A path, and a body with a few of its fields; mostly with what has to be there."""
     path = draw(st.sampled_from(sorted(POSTS)))
     body = draw(st.dictionaries(st.sampled_from(sorted(POSTS[path]["properties"])), values, max_size=4))
-    sound = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "tokens": [1]}
+    sound = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "tokens": [1], "input": "hi"}
+    if path == "/v1/messages" and draw(st.integers(0, 3)):
+        body["max_tokens"] = 9
     for name in POSTS[path].get("required", ()):
         if draw(st.integers(0, 3)):
             body[name] = sound[name]
