@@ -142,7 +142,7 @@ class PrefixCache:
         if span < 1:
             raise ValueError(f"span is {span}; it must be at least 1 token")
         self.pool, self.span, self.page_tokens, self.groups = pool, span, page_tokens, groups
-        self._leaving = leaving or (lambda node: None)
+        self.leaving = leaving or (lambda node: None)
         self._clock = 0
         self._candidates: list[tuple[int, int, int, int, Node]] = []
         self.root = Node(b"", None, 0)
@@ -254,6 +254,7 @@ class PrefixCache:
             if victim is None:
                 return False
             if victim.children:
+                self.leaving(victim)
                 self.drop_snapshot(victim)
             else:
                 self._remove(victim)
@@ -288,7 +289,7 @@ class PrefixCache:
     def _remove(self, node: Node) -> None:
         assert not node.children and not node.pins and node.parent is not None
         if node.snapshot is not None:
-            self._leaving(node)
+            self.leaving(node)
         self.drop_snapshot(node)
         self.pool.release(node.pages)
         node.removed = True

@@ -20,6 +20,7 @@ Numbers only; the bytes are moved by a `Memory`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -80,6 +81,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.before_lookup: Callable[[Sequence], None] = lambda sequence: None
+        """Told each sequence that is to be admitted; may bring back what was evicted (offload.py)."""
 
     @property
     def most_tokens(self) -> int:
@@ -222,6 +225,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its memory; False (and nothing changed) if there is not enough."""
+        if self.caching:
+            self.before_lookup(sequence)
         match = self.cache.match(sequence.keys.keys if self.caching else (), len(sequence.ids))
         taken = self.cache.take(match)  # held before anything is allocated, which could evict it
         whole = match.tokens // self.layout.page_tokens
