@@ -3,7 +3,7 @@
     POST /v1/chat/completions   POST /v1/completions      GET /v1/models, /v1/models/{model}
     POST /v1/responses          POST /v1/messages, /v1/messages/count_tokens
     POST /tokenize, /detokenize, /apply-template          GET /health, /ready, /metrics, /v1/loads
-    POST /admin/flush
+    POST /admin/flush                                     GET /  the chat page
 
 FastAPI carries it and writes /openapi.json. Bodies are read by protocol.py, not by annotations: its rules have an
 error for each field that names what is allowed, and its cost is microseconds. The package is an optional one, so it is
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanok3.data.tokenizer import Tokenizer
-from nanok3.serve import chat_api, completions_api, messages_api, openapi, responses_api, status_api, tokens_api
+from nanok3.serve import chat_api, completions_api, messages_api, openapi, page, responses_api, status_api, tokens_api
 from nanok3.serve.answers import ClientGone
 from nanok3.serve.engine import Engine
 from nanok3.serve.fields import RequestError
@@ -85,6 +85,8 @@ def make_app(
             name=route.path,
             openapi_extra=None if route.body is None else openapi.request_body(route.body),
         )
+    for path, (content, kind) in page.files().items():
+        app.add_route(path, _file(content, kind), methods=["GET"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _not_there)
     app.add_middleware(Gate, settings=server.settings.gate)
     if server.settings.origins:
@@ -109,6 +111,16 @@ def _endpoint(server: Server, route: Route) -> Callable[[Any], Awaitable[Any]]:
 
     endpoint.__annotations__ = {"request": Request}
     return endpoint
+
+
+def _file(content: bytes, kind: str) -> Callable[[Any], Awaitable[Response]]:
+    """A function that answers with a file of the page."""
+    from starlette.responses import Response
+
+    async def file(request: Any) -> Response:
+        return Response(content, headers={**page.HEADERS, "content-type": kind})
+
+    return file
 
 
 def _response(found: Found) -> Response:

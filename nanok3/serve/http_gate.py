@@ -26,8 +26,8 @@ from nanok3.serve.fields import RequestError
 log = logging.getLogger("nanok3")
 access = logging.getLogger("nanok3.access")
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Asked by what watches the server, which has no key."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+"""Asked by what watches the server, and by browsers before somebody types the key in; so is what lies under /page/."""
 FACTS = "nanok3"
 """Name in the scope under which an endpoint leaves what the log tells of its request."""
 
@@ -105,7 +105,7 @@ class Gate:
             if admin is None:
                 raise RequestError("this server has no admin key", None, "forbidden", 403, "permission_error")
             return self._find(given, [_digest(admin)])
-        if path in OPEN_PATHS or not self._digests:
+        if path in OPEN_PATHS or path.startswith("/page/") or not self._digests:
             return None
         return self._find(given, self._digests)
 

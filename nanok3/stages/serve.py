@@ -199,6 +199,8 @@ def open_real(args: ServeArgs) -> Opened:
     if args.model is None:
         raise ValueError("no model was given; name its folder, or --scripted FILE with --tokenizer FOLDER")
     opened = ModelFlags(model=args.model, dtype=args.dtype, device=args.device, threads=args.threads).open()
+    if not opened.answers:
+        print(f"{args.model} is a base model: it continues texts, and has not been taught to answer", file=sys.stderr)
     tokenizer = opened.tokenizer if args.tokenizer is None else Tokenizer.load(args.tokenizer)
     forbidden = unnamed_ids(tokenizer, opened.model.cfg.vocab_size)
     runner = Runner(opened.model, memory_bytes(args.memory, opened.model.lm_head.weight.device), args.page_tokens)

@@ -378,6 +378,9 @@ def test_keys():
             assert response.status_code == 401 and response.json()["error"]["type"] == "authentication_error"
         assert stub.get("/metrics").status_code == 401
         assert stub.get("/health").status_code == 200
+        page = stub.get("/")
+        assert page.status_code == 200 and "default-src 'self'" in page.headers["content-security-policy"]
+        assert stub.get("/page/page.js").headers["content-type"].startswith("text/javascript")
         for headers in ({"authorization": "Bearer second"}, {"x-api-key": "first"}):
             assert stub.chat(headers=headers).status_code == 200
         assert stub.post("/admin/flush", headers={"authorization": "Bearer first"}).status_code == 401
@@ -527,10 +530,16 @@ def test_who_waits_in_the_queue_and_leaves_is_forgotten():
 def test_draining_lets_the_running_ones_finish():
     with served(message(delay_ms=5)) as stub:
         drained = []
-        timer = threading.Timer(0.1, lambda: drained.append(stub.engine.drain(30)))
-        timer.start()
+
+        def drain():
+            while not stub.engine.running:
+                time.sleep(0.001)
+            drained.append(stub.engine.drain(100))
+
+        draining = threading.Thread(target=drain)
+        draining.start()
         assert stub.chat().json()["choices"][0]["finish_reason"] == "stop"
-        timer.join()
+        draining.join()
         assert drained == [True] and stub.chat().status_code == 503
 
 
