@@ -5,8 +5,9 @@ What is left goes to prompts in chunks: half of it to the one that came first, s
 rest to those with least left, so that a short one does not wait for long ones; what a half leaves over is the other's.
 A quarter of the places is kept for prompts that fit into one step.
 
-    admission    look the prompt up in the prefix cache; hold what was found; take pages for the rest of the prompt and
-                 for the state; copy the snapshot into the state, and the last page if the hit ends inside it
+    admission    wait while another sequence reads the same beginning; look the prompt up in the prefix cache; hold what
+                 was found; take pages for the rest of the prompt and for the state; copy the snapshot into the state,
+                 and the last page if the hit ends inside it
     step         each sequence reads up to a boundary where its state is to be kept, or to its chunk's end
     commit       register the spans that were completed; keep the state at boundaries worth it
     no pages     the last in rank gives all of its pages back and waits; it will find most of them in the cache
@@ -205,7 +206,7 @@ class Scheduler:
         for sequence in self._queue():
             if len(self.running) >= self.limits.max_sequences:
                 return
-            if self._fits_the_places(sequence):
+            if self._fits_the_places(sequence) and not self._is_being_read(sequence):
                 self._start(sequence)
 
     def _queue(self) -> list[Sequence]:
@@ -222,6 +223,19 @@ class Scheduler:
         """The last quarter of the places is for prompts of at most one step."""
         kept = self.limits.max_sequences // 4
         return sequence.remaining <= self.limits.budget or len(self.running) < self.limits.max_sequences - kept
+
+    def _is_being_read(self, sequence: Sequence) -> bool:
+        """Whether another sequence is on its way to a boundary, common to both, where its state will be kept: waiting
+        for it costs less than reading the same tokens beside it."""
+        if not self.caching or not self.layout.groups:
+            return False
+        usable = sequence.keys.keys[: (len(sequence.ids) - 1) // self.cache.span]
+        return any(
+            self._wanted(other, depth)
+            for other in self.running
+            if not other.decoding
+            for depth in range(other.computed // self.cache.span + 1, _common(other.keys.keys, usable) + 1)
+        )
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its memory; False (and nothing changed) if there is not enough."""
@@ -292,3 +306,13 @@ class Scheduler:
         if sequence.node is not None:
             self.cache.unpin(sequence.node)
             sequence.node = None
+
+
+def _common(a: list[bytes], b: list[bytes]) -> int:
+    """How many keys two sequences share from the beginning. A key names all before it, so equal keys have equal
+    beginnings and the last equal one can be searched by halves."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[middle - 1] == b[middle - 1] else (low, middle - 1)
+    return low

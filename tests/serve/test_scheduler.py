@@ -159,6 +159,21 @@ def test_second_request_with_the_same_beginning_hits_and_a_third_hits_where_they
     assert third.cached_tokens == 40 and third.match.limit == "latents"
 
 
+def test_requests_that_come_together_read_their_common_beginning_once():
+    world = World(pages=400, page_tokens=4, span=4, groups=1, budget=16, max_sequences=8, grid=2)
+    common = list(range(40))
+    several = [world.add([*common, i, i, i]) for i in range(50, 55)]
+    others = world.add([9] * 10)
+    world.step()
+    assert others.computed, "nobody else waits"
+    for _ in range(60):
+        world.step()
+        for sequence in [*several, others]:
+            if sequence.said and sequence.status is Status.RUNNING:
+                world.scheduler.finish(sequence)
+    assert [sequence.cached_tokens for sequence in several] == [0, 40, 40, 40, 40]
+
+
 def test_one_token_is_always_left_to_compute():
     world = World(pages=50, page_tokens=4, span=4, groups=1, budget=100)
     world.run(world.add(list(range(16))))
