@@ -5,14 +5,15 @@
 // with zeros and touches no byte behind the row.
 //
 // `group` gives the columns in their natural order. `turned` gives them in the order that costs the fewest instructions,
-// and `turn` brings activations into the same order: a sum over columns does not mind.
+// and `turn` brings activations into the same order: a sum over columns does not mind. MXFP4 rows give values and their
+// powers of two apart there (`values_turned`, `write_factors`), so that a sum of 32 columns is scaled once.
 //
 //     with_format(m.format, [&](auto f) {          // f is Float32Rows, Bfloat16Rows or Mxfp4Rows
 //       decltype(f) rows(m, expert);               // rows of one matrix of a stack; 0 for a single one
 //       vf w[kGroupVectors];
 //       rows.at(r).group(c, w);                    // columns c ... c + 31, c a multiple of 32, all of them there
 //       rows.at(r).last(c, n, w);                  // columns c ... c + n - 1, then zeros; n < 32
-//       rows.at(r).turned(c, w);                   // as `group`, in the order of rows.turn(x, n, y)
+//       w[0] = rows.at(r).turned(c, 0);            // vector 0 of them in the order of rows.turn(x, n, y)
 //     });
 #pragma once
 #include "rows.h"
@@ -86,33 +87,26 @@ struct PlainRow {
     memcpy(buffer, p + c, size_t(n) * sizeof(T));
     PlainRow{buffer}.group(0, w);
   }
-  // bf16: of each pair in 32 bits, the low one moved up and the high one as it stands.
-  INLINE void turned(int64_t c, vf (&w)[kGroupVectors]) const {
+  // Vector v of a group in turned order. bf16: of each pair in 32 bits, the low one moved up or the high one as it stands.
+  INLINE vf turned(int64_t c, int v) const {
     if constexpr (std::is_same_v<T, float>) {
-      group(c, w);
+      return load(p + c + v * W);
     } else {
-      UNROLL
-      for (int v = 0; v < kGroupVectors; v += 2) {
-        const vu pairs = *reinterpret_cast<const vu_any*>(p + c + v * W);
-        w[v] = (vf)(pairs << 16), w[v + 1] = (vf)(pairs & 0xffff0000u);
-      }
+      const vu pairs = *reinterpret_cast<const vu_any*>(p + c + v / 2 * 2 * W);
+      return (vf)(v % 2 ? pairs & 0xffff0000u : pairs << 16);
     }
   }
   INLINE void last_turned(int64_t c, int n, vf (&w)[kGroupVectors]) const {
     T buffer[kGroup] = {};
     memcpy(buffer, p + c, size_t(n) * sizeof(T));
-    PlainRow{buffer}.turned(0, w);
-  }
-  // Asks for the memory lines of the 32 columns from c on, which may lie behind the row.
-  INLINE void prefetch(int64_t c) const {
-    __builtin_prefetch(p + c, 0, 2);
-    if (sizeof(T) == 4) __builtin_prefetch(p + c + 16, 0, 2);
+    UNROLL
+    for (int v = 0; v < kGroupVectors; ++v) w[v] = PlainRow{buffer}.turned(0, v);
   }
 };
 
 template <class T>
 struct PlainRows {
-  static constexpr bool kTurned = !std::is_same_v<T, float>;
+  static constexpr bool kTurned = !std::is_same_v<T, float>, kScaled = false;
   const T* data;
   int64_t columns;
   PlainRows() = default;
@@ -139,6 +133,21 @@ INLINE float mxfp4_scale(uint8_t s) {
   return y;
 }
 
+// The same for W bytes.
+INLINE vf mxfp4_scales(const uint8_t* s) {
+#if defined(__AVX512F__)
+  const __m512i power = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(s))), 23);
+  return (vf)_mm512_max_epu32(power, _mm512_set1_epi32(0x00400000));
+#elif defined(__AVX2__)
+  const __m256i power = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(s))), 23);
+  return (vf)_mm256_max_epu32(power, _mm256_set1_epi32(0x00400000));
+#else
+  vf y = {};
+  for (int i = 0; i < W; ++i) y[i] = mxfp4_scale(s[i]);
+  return y;
+#endif
+}
+
 struct Mxfp4Row {
   const uint8_t *nibbles, *scale;
 
@@ -148,13 +157,21 @@ struct Mxfp4Row {
     UNROLL
     for (int v = 0; v < kGroupVectors; ++v) w[v] = vf{};
   }
-  INLINE void last_turned(int64_t c, int n, vf (&w)[kGroupVectors]) const { last(c, n, w); }
+  // The powers of two of n groups; y has room for whole vectors.
+  INLINE void write_factors(int64_t n, float* y) const {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(y + i, mxfp4_scales(scale + i));
+    if (i == n) return;
+    uint8_t rest[W] = {};
+    memcpy(rest, scale + i, size_t(n - i));
+    store(y + i, mxfp4_scales(rest));
+  }
 
-  INLINE void turned(int64_t c, vf (&w)[kGroupVectors]) const {
+  // A group in turned order, before it is scaled.
+  INLINE void values_turned(int64_t c, vf (&w)[kGroupVectors]) const {
     const uint8_t* p = nibbles + c / 2;
-    const float power = mxfp4_scale(scale[c / kGroup]);
 #if defined(__AVX512F__)
-    const __m512 table = scaled_values(power);
+    const __m512 table = scaled_values(1);
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     w[0] = (vf)_mm512_permutexvar_ps(bytes, table);
     w[1] = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), table);
@@ -170,18 +187,14 @@ struct Mxfp4Row {
     const __m256i nibble = _mm256_and_si256(shifted, _mm256_set1_epi8(15));
     const __m256i upper = _mm256_shuffle_epi8(high, nibble), lower = _mm256_shuffle_epi8(low, nibble);
     const __m256i pairs[2] = {_mm256_unpacklo_epi8(lower, upper), _mm256_unpackhi_epi8(lower, upper)};
-    const vf factor = splat(power);
     UNROLL
     for (int v = 0; v < 2; ++v) {
-      w[2 * v] = (vf)((vu)pairs[v] << 16) * factor;
-      w[2 * v + 1] = (vf)((vu)pairs[v] & 0xffff0000u) * factor;
+      w[2 * v] = (vf)((vu)pairs[v] << 16);
+      w[2 * v + 1] = (vf)((vu)pairs[v] & 0xffff0000u);
     }
 #else
-    decode(p, power, w);
+    decode(p, 1, w);
 #endif
-  }
-  INLINE void prefetch(int64_t c) const {
-    if (c % 128 == 0) __builtin_prefetch(nibbles + c / 2, 0, 2);
   }
 
  private:
@@ -226,7 +239,11 @@ struct Mxfp4Row {
 };
 
 struct Mxfp4Rows {
-  static constexpr bool kTurned = W != 4;
+#if defined(__AVX2__)
+  static constexpr bool kTurned = true, kScaled = true;
+#else
+  static constexpr bool kTurned = false, kScaled = true;
+#endif
   const uint8_t *data, *scale;
   int64_t columns;
   Mxfp4Rows() = default;
