@@ -7,6 +7,7 @@ The marker that ends the thought is the grammar's first id, so the two meet with
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,4 +67,4 @@ class Constrained:
 
 def reason(matcher: LLMatcher) -> str:
     """What went wrong in a matcher, without its dump of states; empty if nothing did."""
-    return " ".join(matcher.get_error().split("<state>")[0].split())[:300]
+    return " ".join(re.split(r"<state>|<non-verbose/>", matcher.get_error())[0].split())[:300]

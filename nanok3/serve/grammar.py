@@ -128,7 +128,7 @@ class Grammars:
         """What stands against an expression, empty if nothing."""
         rules = Rules(self.tokenizer)
         try:
-            return reason(self._matched(rules.document(write(rules))))
+            return _tried(self._matched(rules.document(write(rules))), self.tokenizer)
         except (Unfit, ValueError) as error:
             return str(error)
 
@@ -149,6 +149,17 @@ class Grammars:
             if not wrong:
                 return form
         raise RequestError(f"{tool.where} of the strict tool {tool.name} cannot be followed: {wrong}", tool.where)
+
+
+def _tried(matcher: LLMatcher, tokenizer: Tokenizer) -> str:
+    """What stands against a grammar at its beginning, or behind a bracket, where one of too many branches shows."""
+    for sign in "{[":
+        behind = matcher.deep_copy()
+        if not matcher.is_error() and behind.try_consume_tokens(tokenizer.encode(sign)):
+            behind.compute_bitmask()
+        if behind.is_error():
+            return reason(behind)
+    return ""
 
 
 def _written(form: Form, tool: Tool, rules: Rules) -> str:
@@ -193,6 +204,10 @@ def _library(tokenizer: Tokenizer) -> Callable[[str], LLMatcher]:
         raise ValueError("structured output needs llguidance; pip install 'nanok3[serve]'") from None
     vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(tokenizer)), eos_token=tokenizer.eos_id)
     limits = llguidance.LLParserLimits(
-        max_grammar_size=200_000, max_lexer_states=50_000, step_lexer_fuel=100_000, verbose_errors=False
+        max_grammar_size=200_000,
+        max_lexer_states=50_000,
+        step_lexer_fuel=100_000,
+        max_items_in_row=5_000,
+        verbose_errors=False,
     )
     return lambda document: llguidance.LLMatcher(vocabulary, document, log_level=0, limits=limits)

@@ -299,11 +299,12 @@ class UnitStore:
 
 
 def chain(store: UnitStore, keys: Sequence[bytes], end: int, latents: int) -> list[bytes] | None:
-    """Keys of the units, first to last, that lead from `latents` spans or fewer to `end` spans; None if one misses."""
+    """Keys of the units, first to last, that lead from `latents` spans or fewer to `end` spans; None if one misses.
+    A key names all tokens before it, so units whose spans meet belong together."""
     found: list[bytes] = []
     while end > latents:
         place = store.place(keys[end - 1])
-        if place is None or place.start >= end or place.base != (keys[place.start - 1] if place.start else b""):
+        if place is None or place.start >= end:
             return None
         found.append(keys[end - 1])
         end = place.start

@@ -362,6 +362,7 @@ def nested(depth):
         (nested(70), "deeper than 64"),
         ({"enum": ["x" * MAX_SIZE]}, "characters; allowed"),
         ({"enum": [f"value {k}" for k in range(20_000)]}, ""),
+        ({"type": "object", "properties": {f"p{k}": {"type": "string"} for k in range(3000)}}, ""),
     ],
 )
 def test_schemas_that_cannot_be_followed_are_named(schema, what, grammars):
