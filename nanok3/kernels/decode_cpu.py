@@ -175,16 +175,15 @@ class SequenceMemory:
         self.pages, self.tokens = list(pages), tokens
         addresses = (_addresses(tensors) for tensors in (self.conv, self.recurrent, self.latents))
         self._addresses, self._pages = tuple(addresses), array("q")
+        self._known_pages: list[int] = []
         self.pool_pages, rows, stride, dtype = (
             (1 << 62, 1 << 62, 0, torch.float32) if not latents else _pool(latents[0])
         )
         places = (ctypes.cast(a, ctypes.c_void_p).value for a in self._addresses)
         self.record = _Sequence(0, 0, *places, None, rows, stride, FORMATS[dtype])
-
-    @property
-    def page_rows(self) -> int:
+        self.address = ctypes.addressof(self.record)
+        self.page_rows = rows
         """Tokens a page holds; a huge number for a model without MLA layers, which needs no pages."""
-        return int(self.record.page_rows)
 
     def prepare(self, rows: int) -> None:
         """Write what this call needs into the record; ValueError where there is no room for the rows."""
@@ -194,11 +193,15 @@ class SequenceMemory:
             if len(self.pages) * self.page_rows < self.tokens + rows:
                 held = f"{len(self.pages)} pages of {self.page_rows} rows"
                 raise ValueError(f"{held} have no room for {rows} tokens after {self.tokens}")
-            if not all(0 <= page < self.pool_pages for page in self.pages):
-                raise ValueError(f"pages {self.pages} are not all in the pool, which has {self.pool_pages}")
-        self._pages = array("q", self.pages)
-        self.record.pages = self._pages.buffer_info()[0]
+            if self.pages != self._known_pages:
+                self._read_pages()
         self.record.rows, self.record.tokens = rows, self.tokens
+
+    def _read_pages(self) -> None:
+        if not all(0 <= page < self.pool_pages for page in self.pages):
+            raise ValueError(f"pages {self.pages} are not all in the pool, which has {self.pool_pages}")
+        self._known_pages, self._pages = list(self.pages), array("q", self.pages)
+        self.record.pages = self._pages.buffer_info()[0]
 
 
 def _pool(pool: Tensor) -> tuple[int, int, int, torch.dtype]:
@@ -237,7 +240,8 @@ class Decoder:
 
     def __init__(self, model: Model, layout: MemoryLayout) -> None:
         self.model, self.layout = model, layout
-        self._capacity, self._workspace = 0, torch.empty(0)
+        self._call = _Call(model=ctypes.addressof(model))
+        self._workspace = torch.empty(0)
 
     def run(
         self,
@@ -249,27 +253,18 @@ class Decoder:
     ) -> tuple[Float[Tensor, "n vocab"], Float[Tensor, "N D"] | None]:
         """Logits of the chosen rows, and the final normed hidden of all if asked for. `ids` holds rows[i] tokens of
         sequences[i], one after the other. ValueError before anything is moved on."""
-        ids = self._checked(ids, sequences, rows, chosen)
-        model, N = self.model, ids.shape[0]
-        logits = torch.empty(len(chosen), model.vocab)
-        hidden = torch.empty(N, model.hidden) if with_hidden else None
-        self._reserve(N)
-        wanted = array("q", chosen)
-        records = (ctypes.c_void_p * len(sequences))(*(ctypes.addressof(s.record) for s in sequences))
-        call = _Call(
-            ctypes.addressof(model),
-            ctypes.addressof(records),
-            len(sequences),
-            N,
-            ids.data_ptr(),
-            wanted.buffer_info()[0],
-            len(chosen),
-            logits.data_ptr() if chosen else None,
-            None if hidden is None else hidden.data_ptr(),
-            self._workspace.data_ptr(),
-            self._capacity,
-            torch.get_num_threads(),
-        )
+        tokens, wanted = self._checked(ids, sequences, rows, chosen), array("q", chosen)
+        records = array("q", [sequence.address for sequence in sequences])
+        logits = torch.empty(len(chosen), self.model.vocab)
+        hidden = torch.empty(len(tokens), self.model.hidden) if with_hidden else None
+        self._reserve(len(tokens))
+        call = self._call
+        call.sequences, call.sequence_count = records.buffer_info()
+        call.ids, call.rows = tokens.buffer_info()
+        call.chosen, call.chosen_count = wanted.buffer_info()
+        call.logits = logits.data_ptr() if chosen else None
+        call.hidden = None if hidden is None else hidden.data_ptr()
+        call.threads = torch.get_num_threads()
         _library().decode(ctypes.byref(call))
         for sequence, count in zip(sequences, rows):
             sequence.tokens += count
@@ -277,28 +272,31 @@ class Decoder:
 
     def _checked(
         self, ids: Tensor, sequences: Sequence[SequenceMemory], rows: Sequence[int], chosen: Sequence[int]
-    ) -> Tensor:
+    ) -> array[int]:
+        """The ids, with everything that C will read or write made sure of."""
         if ids.ndim != 1 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_cpu:
             raise ValueError(f"ids is {ids.dtype} of shape {tuple(ids.shape)}; it must be int64 or int32 of shape (N,)")
         if len(rows) != len(sequences) or not sequences:
             raise ValueError(
                 f"{len(sequences)} sequences and {len(rows)} row counts; there must be as many, at least 1"
             )
-        if len({id(sequence) for sequence in sequences}) != len(sequences):
+        if len(set(map(id, sequences))) != len(sequences):
             raise ValueError("a sequence is named twice; its rows must come together")
         for sequence, count in zip(sequences, rows):
             sequence.prepare(count)
-        if sum(rows) != ids.shape[0]:
-            raise ValueError(f"ids has {ids.shape[0]} rows, the sequences together {sum(rows)}")
-        least, most = (int(bound) for bound in ids.aminmax())
+        tokens = array("q", ids.tolist())
+        if sum(rows) != len(tokens):
+            raise ValueError(f"ids has {len(tokens)} rows, the sequences together {sum(rows)}")
+        least, most = min(tokens), max(tokens)
         if least < 0 or most >= self.model.vocab:
             raise ValueError(f"ids holds {least if least < 0 else most}; ids must be from 0 to {self.model.vocab - 1}")
-        if not all(0 <= row < ids.shape[0] for row in chosen):
-            raise ValueError(f"logits are wanted of rows {list(chosen)}; there are rows 0 to {ids.shape[0] - 1}")
-        return ids.to(torch.int64).contiguous()
+        if chosen and not 0 <= min(chosen) <= max(chosen) < len(tokens):
+            raise ValueError(f"logits are wanted of rows {list(chosen)}; there are rows 0 to {len(tokens) - 1}")
+        return tokens
 
     def _reserve(self, rows: int) -> None:
-        if rows > self._capacity:
-            self._capacity = max(rows, 2 * self._capacity)
-            size = _library().decode_workspace(ctypes.byref(self.model), self._capacity)
-            self._workspace = torch.zeros(size)
+        call = self._call
+        if rows > call.capacity:
+            call.capacity = max(rows, 2 * call.capacity)
+            self._workspace = torch.zeros(_library().decode_workspace(ctypes.byref(self.model), call.capacity))
+            call.workspace = self._workspace.data_ptr()

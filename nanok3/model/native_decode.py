@@ -16,6 +16,8 @@ Decoding reads weights; it is never recorded for a gradient.
 from __future__ import annotations
 
 import ctypes
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,9 @@ from nanok3.model.situ import GatedMLP
 
 if TYPE_CHECKING:
     from nanok3.kernels.decode_cpu import MemoryLayout, SequenceMemory
+
+
+STEPS_TO_COMPARE = 16
 
 
 @dataclass(frozen=True)
@@ -79,14 +84,17 @@ def memory_layout(cfg: K3Config) -> MemoryLayout:
 
 
 class NativeDecoder:
-    """A model and the record of its weights' addresses, made anew when a weight has moved. Not for two threads at once:
-    calls share one workspace."""
+    """A model and the record of its weights' addresses, made anew when a weight has moved. All weights are compared
+    when a new sequence begins, else a few at a step and all within STEPS_TO_COMPARE; until then the old one is kept
+    and read. Not for two threads at once: calls share one workspace."""
 
     def __init__(self, model: K3) -> None:
         reason = refusal(model)
         if reason is not None:
             raise ValueError(f"no native decoding: {reason}")
         self.model, self.layout = model, memory_layout(model.cfg)
+        self._tensors: list[Tensor] = []
+        self._sequences: list[SequenceMemory] = []
         self._build()
 
     @classmethod
@@ -106,6 +114,7 @@ class NativeDecoder:
         """One sequence's memory by address; see kernels/decode_cpu.py for what is asked of the tensors."""
         from nanok3.kernels.decode_cpu import SequenceMemory
 
+        self._begins = True
         return SequenceMemory(self.layout, conv, recurrent, latents, pages, tokens)
 
     def step(
@@ -123,8 +132,7 @@ class NativeDecoder:
         """
         rows = [1] * len(sequences) if rows is None else rows
         if wanted is None:
-            ends = torch.tensor(rows, dtype=torch.int64).cumsum(0)
-            wanted = (ends - 1).tolist()
+            wanted = [end - 1 for end in itertools.accumulate(rows)]
         if self._moved():
             self._build()
         logits, final = self._decoder.run(ids, sequences, rows, wanted, hidden)
@@ -140,7 +148,6 @@ class NativeDecoder:
             raise ValueError(
                 f"ids has shape {tuple(ids.shape)}; it must be ({state.batch_size}, tokens), at least one token"
             )
-        state.check(self.model.cfg, self.model._dtype())
         B, T = ids.shape
         sequences = self._memories(state, T)
         wanted = range(B * T) if every_row else range(T - 1, B * T, T)
@@ -152,21 +159,32 @@ class NativeDecoder:
         return out
 
     def _memories(self, state: ModelState, rows: int) -> list[SequenceMemory]:
+        """Those of the last call, as long as the state still consists of the same tensors."""
+        for layer in state.layers:
+            if isinstance(layer, LatentCache):
+                layer._reserve(layer.tokens + rows)
+        tensors = _tensors(state)
+        if len(tensors) != len(self._tensors) or not all(map(operator.is_, tensors, self._tensors)):
+            state.check(self.model.cfg, self.model._dtype())
+            self._sequences = self._new_memories(state)
+            self._tensors = _tensors(state)
+        for memory in self._sequences:
+            memory.tokens = state.tokens
+        return self._sequences
+
+    def _new_memories(self, state: ModelState) -> list[SequenceMemory]:
         kda = [layer for layer in state.layers if isinstance(layer, KDAState)]
-        mla = [layer for layer in state.layers if isinstance(layer, LatentCache)]
         for layer in kda:
             layer.conv, layer.recurrent = layer.conv.contiguous(), layer.recurrent.contiguous()
-        for cache in mla:
-            cache._reserve(cache.tokens + rows)
-        room = min((cache._buffer.shape[1] for cache in mla), default=0)
-        pools = [cache._buffer[:, :room] for cache in mla]
+        buffers = [layer._buffer for layer in state.layers if isinstance(layer, LatentCache)]
+        room = min((buffer.shape[1] for buffer in buffers), default=0)
+        pools = [buffer[:, :room] for buffer in buffers]
         return [
             self.memory(
                 [layer.conv[b] for layer in kda],
                 [layer.recurrent[b] for layer in kda],
                 [pool[b : b + 1] for pool in pools],
-                [0] if mla else [],
-                state.tokens,
+                [0] if pools else [],
             )
             for b in range(state.batch_size)
         ]
@@ -178,12 +196,32 @@ class NativeDecoder:
         if reason is not None:
             raise ValueError(f"no native decoding: {reason}")
         self._places = _places(self.model)
-        self._addresses = [owner[name].data_ptr() for owner, name in self._places]
+        self._kept = [owner[name].detach() for owner, name in self._places]  # read until a move is noticed
+        self._addresses = [weight.data_ptr() for weight in self._kept]
         self._decoder = Decoder(_model_record(self.model), self.layout)
+        size = len(self._places) // STEPS_TO_COMPARE + 1
+        starts = range(0, len(self._places), size)
+        self._portions = itertools.cycle([slice(start, start + size) for start in starts])
+        self._begins = True
 
     def _moved(self) -> bool:
-        """Whether a weight lies elsewhere than when the record was made: replaced, converted, or loaded anew."""
-        return self._addresses != [owner[name].data_ptr() for owner, name in self._places]
+        """Whether a weight was found to lie elsewhere than when the record was made: replaced, converted, or loaded
+        anew. Looking at all of them takes as long as a layer."""
+        portion = slice(None) if self._begins else next(self._portions)
+        moved = self._addresses[portion] != [owner[name].data_ptr() for owner, name in self._places[portion]]
+        self._begins = moved
+        return moved
+
+
+def _tensors(state: ModelState) -> list[Tensor]:
+    """What a state consists of at the moment."""
+    found = []
+    for layer in state.layers:
+        if isinstance(layer, LatentCache):
+            found.append(layer._buffer)
+        else:
+            found += (layer.conv, layer.recurrent)
+    return found
 
 
 def _places(model: K3) -> list[tuple[Any, str]]:

@@ -3,6 +3,7 @@ latents, and a row's independence of everything but its own sequence."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from nanok3.model.cache import KDAState, LatentCache, ModelState
 from nanok3.model.decoder import K3
 from nanok3.model.latent_moe import PackedExperts
 from nanok3.model.mxfp4 import quantize_mxfp4
-from nanok3.model.native_decode import NativeDecoder, refusal
+from nanok3.model.native_decode import STEPS_TO_COMPARE, NativeDecoder, refusal
 
 pytestmark = [
     pytest.mark.skipif(not native.available("decode"), reason="no C++ compiler builds the kernel here"),
@@ -345,6 +346,41 @@ def test_weights_changed_in_place_or_replaced_are_seen():
     assert agrees()
     model.model.embed_tokens.weight.data = -model.model.embed_tokens.weight.data
     assert agrees()
+
+
+def test_a_weight_replaced_amid_a_sequence_is_seen_within_some_steps():
+    """And until then the old one is read: it is not given back to the system."""
+    model = make()
+    decoder, state = decoder_of(model), model.new_state(1)
+    ids = torch.randint(0, 300, (1, 40))
+    old, new = copy.deepcopy(model), model
+    for token in ids[:, :4].split(1, 1):
+        decoder.step_state(token, state)
+    new.lm_head.weight = torch.nn.Parameter(-2 * new.lm_head.weight)
+    seen = []
+    for t in range(4, 40):
+        logits = decoder.step_state(ids[:, t : t + 1], state).logits
+        expected = [m(ids[:, : t + 1]).logits[:, -1] for m in (old, new)]
+        seen.append(relative(logits, expected[1]) < BOUND)
+        assert seen[-1] or relative(logits, expected[0]) < BOUND
+    assert all(seen[STEPS_TO_COMPARE:]) and seen == sorted(seen)
+
+
+def test_a_state_is_looked_up_anew_when_it_consists_of_other_tensors():
+    """Read on by torch, grown, cloned, set back: the step goes by what the state is now."""
+    model = make()
+    decoder, state = decoder_of(model), model.new_state(2)
+    ids = torch.randint(0, 300, (2, 75))
+    whole = model(ids).logits
+    for t in range(70):  # the latents' buffer grows at 65
+        if t % 30 == 10:
+            assert relative(model(ids[:, t : t + 1], state=state).logits[:, 0], whole[:, t]) < 10 * BOUND
+            continue
+        assert relative(decoder.step_state(ids[:, t : t + 1], state).logits, whole[:, t]) < 10 * BOUND
+    branch = state.clone()
+    for t in range(70, 75):
+        for current in (state, branch):
+            assert relative(decoder.step_state(ids[:, t : t + 1], current).logits, whole[:, t]) < 10 * BOUND
 
 
 def test_what_the_kernel_cannot_read_is_refused_with_the_reason():

@@ -105,30 +105,34 @@ INLINE void dot_tile(const Rows& weights, int64_t first, int64_t step, const flo
     }
 }
 
-struct Turned {
-  const float* const* rows;
+// Rows of a product: where activations are read in the order of the format, where results go, and room for the factors
+// of a tile. Addresses, not functions: the code of a tile is then one for all callers.
+struct Ends {
+  const float* const* x;
+  float* const* y;
   float* factors;
 };
 
-// Activation rows in the order of the format, and room for the factors of a tile; both live until the next call.
-template <class Rows, class X>
-Turned turn_rows(int64_t n, int64_t count, X x) {
-  static thread_local std::vector<const float*> at;
+// They live until the next call.
+template <class Rows, class X, class Y>
+Ends ends_of(int64_t n, int64_t count, X x, Y y) {
+  static thread_local std::vector<const float*> from;
+  static thread_local std::vector<float*> to;
   static thread_local Arena arena;
   const size_t copy = Rows::kTurned ? size_t(count * padded(n)) : 0;
   const size_t factors = Rows::kScaled ? size_t(kTallest * factor_stride(n)) : 0;
-  at.resize(size_t(count));
   if (copy + factors) arena.reserve(copy + factors + 32);
   float* turned = Rows::kTurned ? arena.take(copy) : nullptr;
+  from.resize(size_t(count)), to.resize(size_t(count));
   for (int64_t r = 0; r < count; ++r) {
-    at[size_t(r)] = x(r);
+    from[size_t(r)] = x(r), to[size_t(r)] = y(r);
     if constexpr (Rows::kTurned) {
-      float* to = turned + r * padded(n);
-      Rows::turn(x(r), padded(n), to);
-      at[size_t(r)] = to;
+      float* row = turned + r * padded(n);
+      Rows::turn(x(r), padded(n), row);
+      from[size_t(r)] = row;
     }
   }
-  return {at.data(), Rows::kScaled ? arena.take(factors) : nullptr};
+  return {from.data(), to.data(), Rows::kScaled ? arena.take(factors) : nullptr};
 }
 
 // run(std::integral_constant<int, n>) for 1 <= n <= kRowsAtOnce.
@@ -141,10 +145,10 @@ INLINE void with_count(int64_t n, Run run) {
 }
 
 // dot_rows for one format.
-template <class Rows, class Y>
+template <class Rows>
 class Dots {
  public:
-  Dots(const Rows& weights, Turned x, Y y, bool add) : weights_(weights), x_(x), y_(y), add_(add) {}
+  Dots(const Rows& weights, const Ends& ends, bool add) : weights_(weights), ends_(ends), add_(add) {}
 
   // The weight rows [begin, end) as streams, all of the R rows at once.
   template <int R>
@@ -172,8 +176,8 @@ class Dots {
   __attribute__((noinline)) void tiles(int64_t first, int64_t step, int64_t count, int64_t row) const {
     const float* from[R];
     float* to[R];
-    for (int r = 0; r < R; ++r) from[r] = x_.rows[row + r], to[r] = y_(row + r);
-    for (int64_t i = 0; i < count; ++i) dot_tile<R, O>(weights_, first + i, step, from, to, add_, x_.factors);
+    for (int r = 0; r < R; ++r) from[r] = ends_.x[row + r], to[r] = ends_.y[row + r];
+    for (int64_t i = 0; i < count; ++i) dot_tile<R, O>(weights_, first + i, step, from, to, add_, ends_.factors);
   }
 
   // run(first row, std::integral_constant of their number) for sets of rows, as equal as can be.
@@ -187,8 +191,7 @@ class Dots {
   }
 
   const Rows& weights_;
-  const Turned x_;
-  const Y y_;
+  const Ends ends_;
   const bool add_;
 };
 
@@ -199,7 +202,7 @@ void dot_rows(const Matrix& m, int64_t index, int64_t begin, int64_t end, int64_
   with_format(m.format, [&](auto f) {
     using Rows = decltype(f);
     const Rows weights(m, index);
-    const Dots<Rows, Y> dots(weights, turn_rows<Rows>(m.columns, count, x), y, add);
+    const Dots<Rows> dots(weights, ends_of<Rows>(m.columns, count, x, y), add);
     if (count > kRowsAtOnce) dots.in_sets(begin, end, count);
     else if (count) with_count(count, [&](auto R) { dots.template once<R.value>(begin, end); });
   });
