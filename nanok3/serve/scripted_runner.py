@@ -23,7 +23,7 @@ from nanok3.serve.scripted import Reply, Scripted
 from nanok3.serve.sequence import Sequence
 
 STEP, END, FLOOR = -1e3, -9e6, -1e7
-LOOK_AHEAD = 4096
+LOOK_AHEAD = 1024
 """Ids of a script that stand ready where a grammar forbids the next one."""
 
 
@@ -74,7 +74,8 @@ class ScriptedRunner:
                 delay = max(delay, place.reply.delay)
             if piece.last or len(rows) == piece.count:
                 results[piece.sequence.id] = rows
-        time.sleep(delay)
+        if delay:
+            time.sleep(delay)
         return results
 
     def _place(self, sequence: Sequence) -> _Place:
@@ -87,7 +88,6 @@ class ScriptedRunner:
     def _logits(self, place: _Place) -> Float[Tensor, " vocab"]:
         z = FLOOR - torch.arange(self.vocab_size, dtype=torch.float32)
         z[self.script.tokenizer.end_of_msg_id] = END
-        ahead = place.reply.ids[place.at : place.at + LOOK_AHEAD]
-        for k in range(len(ahead) - 1, -1, -1):  # of an id that comes twice the nearer counts
-            z[ahead[k]] = STEP * k
-        return z
+        ahead = torch.tensor(place.reply.ids[place.at : place.at + LOOK_AHEAD], dtype=torch.int64)
+        # Of an id that comes twice the nearer counts.
+        return z.scatter_reduce(0, ahead, STEP * torch.arange(len(ahead), dtype=torch.float32), "amax")
