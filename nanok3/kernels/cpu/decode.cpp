@@ -54,7 +54,7 @@ class Decoder {
   // Adds the product of rows (and of others, if there is a second matrix; else their sums as they are) to the running sum.
   void add(const Matrix& first, const float* x, int64_t x_stride, const Matrix* second, const float* y, int64_t y_stride) {
     const bool fresh = depth_.fresh();
-    team_.share(m_.hidden, piece_of(team_, m_.hidden), [&](int64_t begin, int64_t end) {
+    team_.share(m_.hidden, kPiece, [&](int64_t begin, int64_t end) {
       auto running = [&](int64_t r) { return depth_.running(r); };
       bool over = fresh;
       if (first) dot_rows(first, 0, begin, end, N_, [&](int64_t r) { return x + r * x_stride; }, running, !over), over = false;
@@ -150,7 +150,7 @@ class Decoder {
   }
 
   void gated(const Layer& l, float* gate, float* up, int64_t stride, int64_t width) {
-    team_.share(width, piece_of(team_, width), [&](int64_t begin, int64_t end) {
+    team_.share(width, kPiece, [&](int64_t begin, int64_t end) {
       moe::gated(m_, l.gate, l.up, 0, begin, end, N_, [&](int64_t r) { return b_.x + r * b_.hidden; }, gate, up, stride);
     });
   }
@@ -161,7 +161,7 @@ class Decoder {
         for (int64_t r = begin; r < end; ++r) memcpy(c_.hidden + r * m_.hidden, b_.x + r * b_.hidden, size_t(m_.hidden) * 4);
       });
     if (!c_.logits) return;
-    team_.share(m_.vocab, piece_of(team_, m_.vocab), [&](int64_t begin, int64_t end) {
+    team_.share(m_.vocab, kPiece, [&](int64_t begin, int64_t end) {
       dot_rows(m_.head, 0, begin, end, c_.chosen_count, [&](int64_t r) { return b_.x + c_.chosen[r] * b_.hidden; },
                [&](int64_t r) { return c_.logits + r * m_.vocab; });
     });

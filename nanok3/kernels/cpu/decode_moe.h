@@ -58,7 +58,7 @@ inline void sort_pairs(const Model& m, const Buffers& b, int64_t rows) {
   }
   b.bounds[active] = int32_t(count);
   for (int64_t p = 0; p < count; ++p) b.pairs[next[b.chosen[p]]++] = int32_t(p);
-  *b.active_count = int32_t(active);
+  __atomic_store_n(b.active_count, int32_t(active), __ATOMIC_RELAXED);  // a late thread may be reading it, in vain
 }
 
 // run(number of the active expert, its expert, begin, end) over `width` weight rows of every active expert.
@@ -82,7 +82,7 @@ inline void routed(Member& team, const Model& m, const Layer& l, const Buffers& 
     for (int64_t r = begin; r < end; ++r) choose(m, l, b, r);
   });
   team.share(1, 1, [&](int64_t, int64_t) { sort_pairs(m, b, rows); });
-  const int64_t active = *b.active_count;
+  const int64_t active = __atomic_load_n(b.active_count, __ATOMIC_RELAXED);
   for_experts(team, b, active, m.inner, [&](int64_t i, int64_t e, int64_t begin, int64_t end) {
     const int32_t first = b.bounds[i], count = b.bounds[i + 1] - first;
     gated(m, l.w1, l.w3, e, begin, end, count, [&](int64_t j) { return z + b.pairs[first + j] / m.top_k * z_stride; },

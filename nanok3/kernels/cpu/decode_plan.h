@@ -127,12 +127,6 @@ struct Product {
   int64_t y_stride;
 };
 
-// Weight rows handed to a thread at a time: several pieces a thread, so that a slow one does not keep all waiting.
-INLINE int64_t piece_of(const Member& team, int64_t items) {
-  const int64_t pieces = team.team_size() * 8;
-  return (items / pieces + kPiece) / kPiece * kPiece;
-}
-
 INLINE void multiply(const Product& p, int64_t begin, int64_t end, int64_t rows) {
   dot_rows(p.m, 0, begin, end, rows, [&](int64_t r) { return p.x + r * p.x_stride; },
            [&](int64_t r) { return p.y + r * p.y_stride; });
@@ -143,7 +137,7 @@ inline void multiply_all(Member& team, int64_t rows, std::initializer_list<Produ
   int64_t total = 0;
   for (const Product& p : products)
     if (p.m) total += p.m.rows;
-  team.share(total, piece_of(team, total), [&](int64_t begin, int64_t end) {
+  team.share(total, kPiece, [&](int64_t begin, int64_t end) {
     int64_t first = 0;
     for (const Product& p : products) {
       if (!p.m) continue;
