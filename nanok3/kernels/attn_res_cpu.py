@@ -27,9 +27,10 @@ def mix(
     eps: float,
 ) -> Float[Tensor, "*b D"] | NotImplementedType:
     """Differentiable in everything; sources float32 or bf16 (all the same), norm and query of any type on the CPU."""
-    if not rows.supported("attn_res", *sources) or not norm.device == query.device == sources[0].device:
+    if not rows.supported("attn_res", *sources) or not rows.readable(norm, query):
         return NotImplemented
-    if any(x.shape != (*sources[0].shape[:-1], norm.numel()) for x in sources):
+    shape = sources[0].shape
+    if norm.shape != shape[-1:] or query.shape != (1, *norm.shape) or any(x.shape != shape for x in sources):
         return NotImplemented
     combined = norm.float() * query[0].float()
     if rows.through_torch(combined, *sources):

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanok3.kernels import native
-from nanok3.kernels.rows import through_torch
+from nanok3.kernels.rows import readable, through_torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 TOKENS_PER_CHUNK, TOKENS_PER_STATE, COLUMNS_PER_PANEL = 16, 64, 32
@@ -72,7 +72,7 @@ def kda(
     boundaries that do not fit together.
     """
     inputs = (q, k, v, log_decay, beta)
-    if not _supported(inputs, initial_state):
+    if not _supported(inputs, initial_state) or (cu_seqlens is not None and type(cu_seqlens) is not Tensor):
         return NotImplemented
     _check_shapes(*inputs, initial_state, cu_seqlens)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -99,7 +99,7 @@ def step(
     when there is none (both float32, contiguous). No gradients. NotImplemented where the kernel does not apply, nothing
     written."""
     inputs, after = (q, k, v, log_decay, beta), state if after is None else after
-    if q.shape[1] != 1 or not all(_supported(inputs, x) and x.is_contiguous() for x in (state, after)):
+    if q.shape[1:2] != (1,) or not all(_supported(inputs, x) and x.is_contiguous() for x in (state, after)):
         return NotImplemented
     for x in (state, after):
         _check_shapes(*inputs, x, None)
@@ -203,10 +203,9 @@ def _library() -> Any:
 
 def _supported(inputs: tuple[Tensor, ...], state: Tensor | None) -> bool:
     """Types and devices the kernel takes, and whether it could be built here."""
-    for x in inputs:
-        if x.dtype not in DTYPES or not x.is_cpu or type(x) not in (Tensor, nn.Parameter):
-            return False  # what only looks like a tensor (fake, wrapped) has no memory to be read
-    if state is not None and (type(state) is not Tensor or state.dtype != torch.float32 or not state.is_cpu):
+    if not readable(*inputs) or any(x.dtype not in DTYPES for x in inputs):
+        return False
+    if state is not None and (not readable(state) or state.dtype != torch.float32):
         return False
     return _built()
 
@@ -226,6 +225,10 @@ def _check_shapes(
     cu_seqlens: Tensor | None,
 ) -> None:
     """The kernel reads raw memory, so every shape is checked here. Raises ValueError."""
+    if q.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"kda: q has shape {tuple(q.shape)} and v {tuple(v.shape)}; they must be (B, T, heads, width)")
+    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or not len(cu_seqlens)):
+        raise ValueError(f"kda: cu_seqlens has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -238,7 +241,7 @@ def _check_shapes(
     ):
         if x is not None and x.shape != shape:
             raise ValueError(f"kda: {name} has shape {tuple(x.shape)}, expected {shape} for q {tuple(q.shape)}")
-    if HV % H:
+    if HV % H if H else HV:
         raise ValueError(f"kda: {HV} value heads are no multiple of {H} key heads")
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"kda: cu_seqlens packs sequences into a batch of 1, got a batch of {B}")

@@ -59,10 +59,10 @@ def _features() -> set[str]:
 
 def linear(x: Float[Tensor, "*b I"], weight: Weight) -> Float[Tensor, "*b O"] | NotImplementedType:
     """weight (O, I), or packed. Differentiable for a plain weight of x's type."""
-    outputs, inputs = _shape(weight)
-    if x.shape[-1] != inputs or not _takes(x, weight):
+    if not _takes(x, weight, 2) or x.shape[-1:] != _shape(weight)[1:]:
         return NotImplemented
-    flat = x.reshape(-1, inputs)
+    outputs, inputs = _shape(weight)
+    flat = x.reshape(x.shape[:-1].numel(), inputs)
     if not rows.through_torch(x, *_tensors(weight)):
         return _forward(flat, weight, *_one_group(flat)).view(*x.shape[:-1], outputs)
     return _linear(flat, weight).view(*x.shape[:-1], outputs) if _differentiable(x, weight) else NotImplemented
@@ -72,8 +72,10 @@ def grouped_linear(
     x: Float[Tensor, "m I"], weight: Weight, counts: Int[Tensor, " E"]
 ) -> Float[Tensor, "m O"] | NotImplementedType:
     """weight (E, O, I), or packed; the counts add up to m. Differentiable for a plain weight of x's type."""
+    if not _takes(x, weight, 3) or not rows.readable(counts) or counts.dtype != torch.int64:
+        return NotImplemented
     experts, _, inputs = _shape(weight)
-    if (counts.shape[0], x.shape[1]) != (experts, inputs) or counts.dtype != torch.int64 or not _takes(x, weight):
+    if x.ndim != 2 or x.shape[1] != inputs or counts.shape != (experts,):
         return NotImplemented
     if not rows.through_torch(x, *_tensors(weight)):
         return grouped_forward(x, weight, counts)
@@ -90,18 +92,27 @@ def routed(
     """The answers of the chosen experts, weighed and summed in the order of `chosen`. matrices: W1 and W3 (E, F, L)
     with W2 (E, L, F) between them, all in one format. betas: the two caps, None where there is none (both: SwiGLU).
     For inference: without gradients."""
-    if not all(_takes(z, w) for w in matrices) or len({_format(w) for w in matrices}) != 1:
+    if not all(_takes(z, w, 3) for w in matrices) or len({_format(w) for w in matrices}) != 1:
+        return NotImplemented
+    if not rows.readable(chosen, weights) or not _fit_together(z, chosen, weights, matrices):
         return NotImplemented
     if rows.through_torch(z, weights, *(x for w in matrices for x in _tensors(w))):
         return NotImplemented
-    E, F, L = _shape(matrices[0])
-    assert z.shape[1] == L and _shape(matrices[1]) == (E, L, F) and _shape(matrices[2]) == (E, F, L)
+    L = z.shape[1]
     y = torch.empty(z.shape, dtype=z.dtype)
     size = max(1, PARTS_AT_ONCE // max(1, chosen.shape[1] * L))
     for start in range(0, z.shape[0], size):
         some = slice(start, start + size)
         _routed(z[some], chosen[some], weights[some], matrices, betas, y[some])
     return y
+
+
+def _fit_together(z: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[Weight, Weight, Weight]) -> bool:
+    """The kernel reads raw memory, so every shape is checked."""
+    E, F, L = _shape(matrices[0])
+    if _shape(matrices[1]) != (E, L, F) or _shape(matrices[2]) != (E, F, L) or z.ndim != 2 or z.shape[1] != L:
+        return False
+    return chosen.ndim == 2 and chosen.dtype == torch.int64 and len(chosen) == len(z) and chosen.shape == weights.shape
 
 
 def _tensors(weight: Weight) -> list[Tensor]:
@@ -117,12 +128,15 @@ def _format(weight: Weight) -> int:
     return PACKED if isinstance(weight, Packed) else rows.DTYPES[weight.dtype]
 
 
-def _takes(x: Tensor, weight: Weight) -> bool:
+def _takes(x: Tensor, weight: Weight, dimensions: int) -> bool:
+    """Whether both can be read, and the weight has so many dimensions and, if packed, a scale for every 32 columns."""
+    if not rows.supported("linear", x) or _tensors(weight)[0].ndim != dimensions:
+        return False
     if not isinstance(weight, Packed):
-        return rows.supported("linear", x) and rows.supported("linear", weight)
-    return rows.supported("linear", x) and all(
-        w.dtype == torch.uint8 and w.is_cpu and type(w) is Tensor for w in weight
-    )
+        return rows.supported("linear", weight)
+    *outer, columns = _shape(weight)
+    bytes_of_both = all(w.dtype == torch.uint8 for w in weight) and rows.readable(*weight)
+    return bytes_of_both and columns % 32 == 0 and weight.scale.shape == (*outer, columns // 32)
 
 
 def _differentiable(x: Tensor, weight: Weight) -> bool:
@@ -188,10 +202,9 @@ def grouped_backward(d_out: Tensor, x: Tensor, weight: Tensor, counts: Tensor) -
 
 def _checked(counts: Tensor, x: Tensor) -> Tensor:
     """Counts that the kernel may follow without leaving x."""
-    if int(counts.sum()) != x.shape[0] or (counts.numel() and int(counts.min()) < 0):
-        raise ValueError(
-            f"counts is {counts.tolist()}; it must hold no negative number and add up to {x.shape[0]} rows"
-        )
+    rows_of_all, numbers = x.shape[0], counts.tolist()  # of any size in Python: a sum of int64 may run over
+    if sum(numbers) != rows_of_all or min(numbers, default=0) < 0:
+        raise ValueError(f"counts is {numbers}; it must hold no negative number and add up to {rows_of_all} rows")
     return counts.contiguous()
 
 
@@ -208,7 +221,7 @@ def _routed(
     first = held[0][0][0]
     experts, inner = first.shape[:2]
     (n, per_token), latent = chosen.shape, z.shape[1]
-    if n and not 0 <= int(chosen.min()) <= int(chosen.max()) < experts:
+    if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < experts:
         raise ValueError(f"chosen holds an expert outside 0 ... {experts - 1}")
     parts = torch.empty(n * per_token, latent)
     memory = [address for _, *pair in held for address in pair]

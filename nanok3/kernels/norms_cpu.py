@@ -30,9 +30,13 @@ def rms_norm(
     x: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], eps: float
 ) -> Float[Tensor, "*b d"] | NotImplementedType:
     """Differentiable in x (float32 or bf16) and weight (any type; rounded to x's)."""
-    if not rows.supported("norms", x) or weight.device != x.device or weight.shape != x.shape[-1:]:
+    if not rows.supported("norms", x) or not _fits(weight, x):
         return NotImplemented
     return _rms_norm(x, weight, eps)
+
+
+def _fits(weight: Tensor, x: Tensor) -> bool:
+    return rows.readable(weight) and x.ndim > 0 and weight.shape == x.shape[-1:]
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -91,9 +95,7 @@ def gated_norm(
     x: Float[Tensor, "*b d"], gate: Float[Tensor, "*b d"], weight: Float[Tensor, " d"], eps: float
 ) -> Float[Tensor, "*b d"] | NotImplementedType:
     """Differentiable in x, gate (float32 or bf16, both the same) and weight (any type)."""
-    if not rows.supported("norms", x, gate) or weight.device != x.device:
-        return NotImplemented
-    if gate.shape != x.shape or weight.shape != x.shape[-1:]:
+    if not rows.supported("norms", x, gate) or gate.shape != x.shape or not _fits(weight, x):
         return NotImplemented
     return _gated_norm(x, gate, weight, eps)
 
@@ -130,7 +132,7 @@ _gated_norm = rows.operator(
 
 def l2_normalize(x: Float[Tensor, "*b d"], eps: float = 1e-6) -> Float[Tensor, "*b d"] | NotImplementedType:
     """Differentiable in x (float32 or bf16); eps is added to the sum of squares."""
-    return _l2_normalize(x, eps) if rows.supported("norms", x) else NotImplemented
+    return _l2_normalize(x, eps) if x.ndim and rows.supported("norms", x) else NotImplemented
 
 
 def l2_normalize_forward(x: Tensor, eps: float) -> Tensor:
@@ -166,9 +168,9 @@ def log_decay(
     z: Float[Tensor, "*b H K"], A_log: Float[Tensor, " H"], dt_bias: Float[Tensor, " HK"], lower_bound: float
 ) -> Float[Tensor, "*b H K"] | NotImplementedType:
     """Differentiable in z (float32 or bf16), A_log and dt_bias (any type); the result is float32."""
-    if not rows.supported("norms", z) or not A_log.device == dt_bias.device == z.device:
+    if not rows.supported("norms", z) or not rows.readable(A_log, dt_bias):
         return NotImplemented
-    if A_log.shape != z.shape[-2:-1] or dt_bias.numel() != z.shape[-2] * z.shape[-1]:
+    if z.ndim < 2 or A_log.shape != z.shape[-2:-1] or dt_bias.numel() != z.shape[-2] * z.shape[-1]:
         return NotImplemented
     return _log_decay(z, A_log, dt_bias, lower_bound)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from nanok3.kernels import native
 
@@ -24,15 +25,23 @@ _ARGUMENTS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "t": ctypes.c_int32, "f
 
 
 def supported(library: str, first: Tensor, *others: Tensor) -> bool:
-    """Whether all are ordinary CPU tensors of one type the kernels know, and the library could be built here. What
-    only looks like a tensor (distributed, fake, wrapped by a user) has no memory of its own to be read."""
-    tensors = (first, *others)
-    return (
-        first.dtype in DTYPES
-        and all(x.device.type == "cpu" and x.dtype == first.dtype for x in tensors)
-        and all(type(x) in (Tensor, nn.Parameter) for x in tensors)
-        and _built(library)
-    )
+    """Whether all can be read and are of one type the kernels know, and the library could be built here."""
+    known = first.dtype in DTYPES and all(x.dtype == first.dtype for x in others)
+    return known and readable(first, *others) and _built(library)
+
+
+def readable(*tensors: Tensor) -> bool:
+    """Whether C may follow the addresses of these: ordinary tensors on the CPU. What only looks like a tensor
+    (distributed, fake, wrapped by a user) has no memory of its own, and nothing more than memory is seen there: the
+    batches of `torch.func` and the tangents of forward differentiation would be lost."""
+    return all(type(x) in (Tensor, nn.Parameter) and x.is_cpu for x in tensors) and not _transformed()
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func or a level of forward differentiation is open around the call."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @native.constant_when_traced

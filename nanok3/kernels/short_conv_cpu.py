@@ -42,16 +42,17 @@ def short_conv(
 
 
 def _fits(u: Tensor, weight: Tensor, history: Tensor | None, position: Tensor | None) -> bool:
-    """The kernel reads raw memory, so every shape is checked."""
+    """The kernel reads raw memory, so every tensor and shape is checked."""
     B, T, C = u.shape
-    if weight.shape[:2] != (C, 1) or weight.device != u.device:
+    taps = weight.shape[-1] if weight.ndim == 3 else 0
+    if taps < 1 or weight.shape[:2] != (C, 1) or not rows.readable(weight):
         return False
-    if position is not None and (position.shape != (T,) or position.device != u.device):
+    if position is not None and (position.shape != (T,) or not rows.readable(position)):
         return False
     if history is None:
         return True
     constant = not (history.requires_grad and torch.is_grad_enabled())
-    return constant and history.shape == (B, weight.shape[-1] - 1, C) and history.device == u.device
+    return constant and history.shape == (B, taps - 1, C) and rows.readable(history)
 
 
 def forward(u: Tensor, weight: Tensor, history: Tensor | None, position: Tensor | None) -> Tensor:

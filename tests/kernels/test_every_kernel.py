@@ -138,6 +138,15 @@ def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return filled
 
 
+@needs_kernels
+def test_what_cannot_be_read_is_refused() -> None:
+    """In a process of its own: what is read in spite of it may end the process; and tests check types themselves."""
+    script = Path(__file__).parent / "unreadable_arguments.py"
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
+    assert result.stdout.count("\n") > 300 and "WRONG" not in result.stdout, result.stdout
+
+
 WHOLE_MODEL = """
 import logging
 import torch
