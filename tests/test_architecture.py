@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "data": {"config"},
     "baselines": BASE,
     "quant": BASE | {"kernels"},
-    "train": BASE | {"baselines", "data", "quant", "ledger"},
+    "train": BASE | {"baselines", "data", "kernels", "quant", "ledger"},
     "serve": BASE | {"data", "quant"},
     "envs": {"data"},
     "posttrain": BASE | {"train", "serve", "envs", "data", "baselines", "quant", "ledger"},
@@ -46,6 +46,7 @@ MAY_IMPORT = {
 # files whose imports inside functions are what `--help` must not wait for
 LAZY = ("nanok3/__init__.py", "nanok3/cli.py", "nanok3/stages/")
 OPTIONAL = {"fla", "PIL", "pyarrow", "matplotlib", "wandb", "tensorboard", "transformers"}
+OPTIONAL |= {"av", "resvg_py"}
 OPTIONAL |= {"fastapi", "starlette", "uvicorn", "prometheus_client", "llguidance"}
 MECHANISMS = ["kda", "mla", "attn_res", "latent_moe", "situ", "short_conv", "moonvit", "mxfp4", "cache", "splice"]
 CLOSURE = 4

@@ -85,8 +85,15 @@ def newton_schulz(
     Every matrix is scaled by its own Frobenius norm, so none depends on its neighbours. Computes in `dtype`; None
     means bfloat16 where that is fast, else float32 (float64 for float64 input).
     """
-    a, b, c = COEFFICIENTS
     X = G.to(dtype or _product_dtype(G))
+    O = _newton_schulz_cpu(X, steps)
+    return newton_schulz_torch(X, steps).to(G.dtype) if O is None else O.to(G.dtype)
+
+
+def newton_schulz_torch(G: Float[Tensor, "n r c"], steps: int = 5) -> Float[Tensor, "n r c"]:
+    """The same in batched products, all in the dtype of G."""
+    a, b, c = COEFFICIENTS
+    X = G
     if G.shape[1] > G.shape[2]:
         X = X.mT  # the Gram matrix of the smaller side
     norms = torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True, dtype=torch.promote_types(X.dtype, torch.float32))
@@ -98,7 +105,16 @@ def newton_schulz(
             x = torch.baddbmm(x, torch.baddbmm(A, A, A, beta=b, alpha=c), x, beta=a)
         done.append(x)
     X = torch.cat(done) if len(done) > 1 else done[0]
-    return (X.mT if G.shape[1] > G.shape[2] else X).to(G.dtype)
+    return X.mT if G.shape[1] > G.shape[2] else X
+
+
+def _newton_schulz_cpu(G: Tensor, steps: int) -> Tensor | None:
+    """The same in C++, a matrix at a time in the cache, or None where that does not apply: another device or dtype,
+    large matrices, no compiler."""
+    from nanok3.kernels import newton_schulz_cpu
+
+    O = newton_schulz_cpu.newton_schulz(G, steps, COEFFICIENTS)
+    return None if O is NotImplemented else O
 
 
 def fast_bfloat16(device: torch.device) -> bool:
