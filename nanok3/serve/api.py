@@ -3,7 +3,7 @@
     POST /v1/chat/completions   POST /v1/completions      GET /v1/models, /v1/models/{model}
     POST /v1/responses          POST /v1/messages, /v1/messages/count_tokens
     POST /tokenize, /detokenize, /apply-template          GET /health, /ready, /metrics, /v1/loads
-    POST /admin/flush                                     GET /  the chat page
+    POST /admin/flush, /admin/save, /admin/load           GET /  the chat page
 
 FastAPI carries it and writes /openapi.json. Bodies are read by protocol.py, not by annotations: its rules have an
 error for each field that names what is allowed, and its cost is microseconds. The package is an optional one, so it is
@@ -18,7 +18,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanok3.data.tokenizer import Tokenizer
-from nanok3.serve import chat_api, completions_api, messages_api, openapi, page, responses_api, status_api, tokens_api
+from nanok3.serve import (
+    chat_api,
+    completions_api,
+    conversations_api,
+    messages_api,
+    openapi,
+    page,
+    responses_api,
+    status_api,
+    tokens_api,
+)
 from nanok3.serve.answers import ClientGone
 from nanok3.serve.engine import Engine
 from nanok3.serve.fields import RequestError
@@ -60,6 +70,8 @@ ROUTES = (
     Route("GET", "/metrics", status_api.metrics, "Numbers for Prometheus"),
     Route("GET", "/v1/loads", status_api.loads, "How much is going on"),
     Route("POST", "/admin/flush", status_api.flush, "Forget all cached prefixes"),
+    Route("POST", "/admin/save", conversations_api.save, "Write a conversation's memory into a file", openapi.SAVED),
+    Route("POST", "/admin/load", conversations_api.load, "Read it again", openapi.SAVED),
 )
 
 

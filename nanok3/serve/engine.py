@@ -234,7 +234,9 @@ class Engine:
         self._jobs: dict[str, _Running] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._draining = self._stopped = False
+        self._draining = self._stopped = self._ended = False
+        self._afterwards = threading.Lock()
+        """Once the thread has ended: who does its work holds this."""
         self.on_finish: Callable[[Job, Outcome], None] = lambda job, outcome: None
 
     # ---------------------------------------------------------------- from any thread
@@ -258,15 +260,18 @@ class Engine:
             self._changed.notify()
 
     def do(self, errand: Callable[[], None]) -> None:
-        """Run something in the engine's thread between two steps."""
+        """Run something in the engine's thread between two steps; here and now once that has ended."""
         with self._changed:
-            self._errands.append(errand)
-            self._changed.notify()
+            if not self._ended:
+                self._errands.append(errand)
+                self._changed.notify()
+                return
+        with self._afterwards:
+            errand()
 
     def ask(self, errand: Callable[[], Answer]) -> Answer:
-        """Run something in the engine's thread between two steps and wait for what it gives; its exception is raised
-        here. Without a running thread it is run at once."""
-        if self._thread is None or not self._thread.is_alive():
+        """As `do`, and wait for what it gives; its exception is raised here. Without a thread it is run at once."""
+        if self._thread is None:
             return errand()
         future: Future[Answer] = Future()
 
@@ -358,11 +363,21 @@ class Engine:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-        if self.offload is not None:
-            self.offload.store.close()
+        with self._afterwards:
+            if self.offload is not None:
+                self.offload.close(keep=not self.weight_version)  # else nobody could ask for it
         return finished
 
     def _loop(self) -> None:
+        try:
+            self._serve()
+        finally:
+            with self._changed:
+                self._ended = True  # from here on nobody adds an errand
+            with self._afterwards:
+                self._run_errands()
+
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 while self.idle and not self._stopped:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanok3.serve.engine import Engine, Job, Outcome
+from nanok3.serve.offload import Offload
 from nanok3.serve.page_pool import Kind
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
@@ -35,6 +36,8 @@ class Metrics:
         limits = "Prompts by what kept their prefix hit from being longer."
         self._limits = prometheus_client.Counter("nanok3_cache_limit", limits, ["limit"], registry=self.registry)
         engine.on_finish = self.finished
+        if engine.offload is not None:
+            engine.offload.on_restore = histogram("offload_restore_seconds", "To bring an evicted prefix back.").observe
 
     def gap(self, seconds: float) -> None:
         self._gap.observe(seconds)
@@ -89,6 +92,30 @@ class _Readings:
         for reason, count in list(self.engine.counters.finished.items()):
             finished.add_metric([reason], count)
         yield finished
+        if self.engine.offload is not None:
+            yield from self._offload(self.engine.offload)
+
+    @staticmethod
+    def _offload(offload: Offload) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        store = offload.store
+        text = "What happened to units of evicted prefixes."
+        units = CounterMetricFamily("nanok3_offload_units", text, labels=["event"])
+        for event, count in vars(store.counts).items():
+            units.add_metric([event], count)
+        yield units
+        for name, text, by_tier in (
+            ("offload_units_kept", "Units outside of the pool.", store.units_kept),
+            ("offload_bytes", "Their bytes.", store.bytes_kept),
+        ):
+            gauge = GaugeMetricFamily(f"nanok3_{name}", text, labels=["tier"])
+            for tier, value in by_tier.items():
+                gauge.add_metric([tier], value)
+            yield gauge
+        yield CounterMetricFamily("nanok3_offload_hits", "Prefixes that came back.", value=offload.restored)
+        tokens = offload.restored_tokens
+        yield CounterMetricFamily("nanok3_offload_hit_tokens", "Tokens whose latents came back.", value=tokens)
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         engine = self.engine

@@ -15,7 +15,8 @@ of tokens and states of layers, whatever the size of a page, so a server may sta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -134,6 +135,9 @@ class Offload:
         self.store = UnitStore(self.identity, tier.memory, tier.folder, tier.disk)
         self.restored = self.restored_tokens = 0
         """Prefixes that came back, and their tokens."""
+        self.on_restore: Callable[[float], None] = lambda seconds: None
+        """Told how long it took to bring back one of them."""
+        self._closed = False
         cache.leaving = self.leaving
 
     def leaving(self, node: Node) -> None:
@@ -157,6 +161,14 @@ class Offload:
     def _stays(self, node: Node) -> bool:
         return node.snapshot is not None or self.store.place(node.key) is not None
 
+    def close(self, keep: bool) -> None:
+        """Nothing more will be read. keep: what is still cached goes to the folder, for the next server."""
+        if not self._closed and keep and self.store.folder is not None:
+            while self.cache.make_room(self.cache.pool.free + 1):
+                self.store.settle()
+        self._closed = True
+        self.store.close()
+
     # ---------------------------------------------------------------- coming back
 
     def restore(self, keys: Sequence[bytes], tokens: int, spare: int = 0) -> None:
@@ -169,11 +181,13 @@ class Offload:
         shared = parent.depth * self.cache.span // self.layout.page_tokens
         # Fresh pages for what returns, the page it ends in once more, and the prompt's own state beside the snapshot.
         wanted = self.layout.latent_pages(tokens) - shared + 1 + 2 * len(self.layout.groups) + spare
+        began = time.perf_counter()
         self.cache.pin(parent)
         while (way := self._way(keys, parent)) and self.cache.make_room(wanted):
             units = [unit for key in way if (unit := self.store.get(key)) is not None]
             if len(units) == len(way):  # otherwise one was damaged, or made room itself: look again
                 self._register(parent, units)
+                self.on_restore(time.perf_counter() - began)
                 break
         self.cache.unpin(parent)
 

@@ -141,6 +141,12 @@ TOKENIZE: Schema = {
     "properties": {"prompt": _TEXT, "messages": CHAT["properties"]["messages"], "return_token_strs": _FLAG},
 }
 
+SAVED: Schema = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {"file": _TEXT, "cache_salt": _TEXT, "messages": CHAT["properties"]["messages"], "prompt": {}},
+}
+
 DETOKENIZE: Schema = {
     "type": "object",
     "required": ["tokens"],

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from nanok3.data.chat import IMAGE_PLACEHOLDER, OURS, Segment, Sentences, encode
@@ -48,6 +49,8 @@ class ServerSettings:
     origins: tuple[str, ...] = ()
     """Web pages of these origins may ask."""
     gate: GateSettings = field(default_factory=GateSettings)
+    conversations: Path | None = None
+    """Folder in which an administrator can save them; None for nowhere."""
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
@@ -100,6 +103,11 @@ class Server:
     @property
     def name(self) -> str:
         return self.settings.names[0]
+
+    @property
+    def sees(self) -> bool:
+        """Whether messages may hold pictures."""
+        return False
 
     def check_model(self, asked: str | None) -> str:
         """The name to answer with. RequestError for a model that is not served here."""

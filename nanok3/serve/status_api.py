@@ -10,8 +10,14 @@ from nanok3.serve.server import Call, Server
 
 
 def _entry(server: Server, name: str) -> dict[str, Any]:
-    length = server.engine.context
-    return {"id": name, "object": "model", "created": server.created, "owned_by": "nanok3", "max_model_len": length}
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "nanok3",
+        "max_model_len": server.engine.context,
+        "supports_image_in": server.sees,
+    }
 
 
 async def models(server: Server, call: Call) -> dict[str, Any]:
@@ -45,12 +51,14 @@ async def metrics(server: Server, call: Call) -> bytes:
 async def loads(server: Server, call: Call) -> dict[str, Any]:
     """What a router in front of several servers wants to know."""
     engine = server.engine
+    kept = {} if engine.offload is None else {"offload_bytes": engine.offload.store.bytes_kept}
     return {
         "num_running_reqs": engine.running,
         "num_waiting_reqs": engine.waiting,
         "max_running_reqs": engine.settings.limits.max_sequences,
         "max_model_len": engine.context,
         "pages": {"total": engine.pool.pages, **pages(engine)},
+        **kept,
     }
 
 

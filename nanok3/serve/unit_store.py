@@ -8,11 +8,13 @@ read, its size, its checksum and its identity (model, weights, layout) must be r
 the look-up a miss. What has not been used for longest moves from memory to the folder, and from there away. Files are
 written by a thread of their own; until one is done its unit is still in memory.
 
-The folder belongs to one server. At its start files of other identities, and what a killed server left, are removed.
+The folder belongs to one server at a time, which holds a lock on it. At its start files of other identities, and what
+a killed server left, are removed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -142,8 +144,11 @@ class Counts:
 
     stored: int = 0
     found: int = 0
+    refused: int = 0
+    """Larger than any of the budgets."""
     damaged: int = 0
     dropped: int = 0
+    """Gone for want of room, or by somebody's wish."""
 
 
 @dataclass
@@ -162,11 +167,12 @@ class UnitStore:
         self._moving: dict[bytes, tuple[Unit, Future[None]]] = {}
         self.memory_used = self.disk_used = 0
         self._writer = ThreadPoolExecutor(1, "offload") if self.folder is not None else None
+        self._lock: int | None = None
         if self.folder is not None:
+            self._lock = _claim(self.folder)
             self._find_files(self.folder)
 
     def _find_files(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
             named = _NAME.fullmatch(path.name)
             if named is None:
@@ -182,6 +188,16 @@ class UnitStore:
 
     def __len__(self) -> int:
         return len(self._held) + len(self._moving) + len(self._files)
+
+    @property
+    def units_kept(self) -> dict[str, int]:
+        """How many there are in memory and in the folder."""
+        return {"memory": len(self._held) + len(self._moving), "disk": len(self._files)}
+
+    @property
+    def bytes_kept(self) -> dict[str, int]:
+        """What they weigh, without those that are being written."""
+        return {"memory": self.memory_used, "disk": self.disk_used}
 
     def place(self, key: bytes) -> Place | None:
         """What is known of a unit; None if there is none."""
@@ -202,7 +218,9 @@ class UnitStore:
     def put(self, unit: Unit) -> None:
         """Keep a unit, if it fits at all."""
         self._collect()
-        if self.place(unit.key) is None and unit.size <= max(self.memory, self.disk if self.folder else 0):
+        if unit.size > max(self.memory, self.disk if self.folder else 0):
+            self.counts.refused += 1
+        elif self.place(unit.key) is None:
             self._held[unit.key] = unit
             self.memory_used += unit.size
             self.counts.stored += 1
@@ -243,6 +261,10 @@ class UnitStore:
         self.settle()
         if self._writer is not None:
             self._writer.shutdown()
+            self._writer = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     # ---------------------------------------------------------------- the folder
 
@@ -296,6 +318,18 @@ class UnitStore:
     def _delete(self, key: bytes) -> None:
         self.disk_used -= self._files.pop(key).size
         self._path(key).unlink(missing_ok=True)
+
+
+def _claim(folder: Path) -> int:
+    """A lock on a folder, which is made if need be. ValueError if another server holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ValueError(f"the folder {folder} is in use by a server; allowed: one of its own") from None
+    return lock
 
 
 def chain(store: UnitStore, keys: Sequence[bytes], end: int, latents: int) -> list[bytes] | None:

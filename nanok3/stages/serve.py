@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nanok3.serve.engine import Engine, Reading
     from nanok3.serve.engine import Settings as EngineSettings
     from nanok3.serve.http_gate import GateSettings
+    from nanok3.serve.offload import Tier
     from nanok3.serve.server import ServerSettings
 
 GIB = 1 << 30
@@ -69,6 +70,12 @@ class ServeArgs:
     """Tokens between two places at which a prefix can be taken from the cache."""
     prefix_cache: bool = True
     """Whether prompts are looked up in the prefix cache."""
+    cache_memory: str | None = None
+    """Memory for prefixes that were evicted from there, such as 4GiB. Not given: none."""
+    cache_folder: Path | None = None
+    """Folder for those that have no room in memory, found again by the next server of this model."""
+    cache_disk: str | None = None
+    """How much the folder may hold; 16GiB when not given."""
     check_cache: float = 0.0
     """Share of the requests with a cache hit that are read again without it and compared."""
     max_num_seqs: int = 64
@@ -133,7 +140,34 @@ class ServeArgs:
             self.keep_alive,
             self.allowed_origins,
             self._gate(),
+            None if self.cache_folder is None else self.cache_folder / "conversations",
         )
+
+    def cache_bytes(self) -> tuple[int, int] | None:
+        """For evicted prefixes in memory and on disk; None where they go nowhere."""
+        from nanok3.ledger import parse_bytes
+
+        if self.cache_disk is not None and self.cache_folder is None:
+            raise ValueError(f"cache_disk is {self.cache_disk}; it needs --cache-folder")
+        if self.cache_memory is None and self.cache_folder is None:
+            return None
+        if self.scripted is not None or not self.prefix_cache:
+            flag = "--scripted" if self.scripted else "--no-prefix-cache"
+            raise ValueError(f"cache_memory and cache_folder need a model and its prefix cache; allowed: no {flag}")
+        memory = 0 if self.cache_memory is None else parse_bytes("cache_memory", self.cache_memory)
+        return memory, parse_bytes("cache_disk", self.cache_disk or "16GiB")
+
+    def tier(self, reading: Reading) -> Tier | None:
+        """Where evicted prefixes of a model go."""
+        from nanok3.serve.offload import Tier, fingerprint
+        from nanok3.serve.runner import Runner
+
+        sizes = self.cache_bytes()
+        if sizes is None:
+            return None
+        assert isinstance(reading, Runner)
+        memory, disk = sizes
+        return Tier(fingerprint(reading.model), memory, self.cache_folder, disk)
 
     def _gate(self) -> GateSettings:
         from nanok3.serve.http_gate import GateSettings
@@ -178,8 +212,9 @@ def open_app(args: ServeArgs) -> tuple[Any, Engine, str]:
     from nanok3.serve.engine import Engine
     from nanok3.serve.grammar import for_request
 
-    settings = args.engine_settings()
+    settings, _ = args.engine_settings(), args.cache_bytes()  # mistakes are told before a model is read
     runner, tokenizer, forbidden, sentences = open_scripted(args) if args.scripted else open_real(args)
+    settings = replace(settings, tier=args.tier(runner))
     engine = Engine(runner, {tokenizer.eos_id, tokenizer.end_of_msg_id}, forbidden, settings)
     server = args.server_settings(sentences)
     constrain = functools.partial(for_request, tokenizer=tokenizer, vocab_size=runner.vocab_size)

@@ -237,6 +237,10 @@ def test_models_have_all_their_names():
     with served(server=ServerSettings(names=("a", "b/c"))) as stub:
         assert [entry["id"] for entry in stub.get("/v1/models").json()["data"]] == ["a", "b/c"]
         assert stub.get("/v1/models/b/c").json()["max_model_len"] == 8192
+        seen = stub.get("/v1/models/b/c").json()["supports_image_in"]
+        picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        answered = stub.post(CHAT, {"messages": [user([picture])]})
+        assert seen is False and answered.status_code == 400
         assert stub.chat(model="b/c").json()["model"] == "b/c"
         for response in (stub.get("/v1/models/d"), stub.chat(model="d")):
             assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"

@@ -3,6 +3,7 @@
 import random
 import shutil
 import struct
+import threading
 from dataclasses import replace
 from hashlib import sha256
 
@@ -194,7 +195,11 @@ def test_other_keys_find_nothing(tmp_path):
     world.offload.store.close()
     (tmp_path / "mine.txt").write_text("not a unit")
     (tmp_path / f".{'0' * 64}.unit-x").write_text("unfinished")
-    assert len(small_world(tier).offload.store) > 0
+    again = small_world(tier).offload.store
+    assert len(again) > 0
+    with pytest.raises(ValueError, match="is in use by a server"):
+        small_world(tier)
+    again.close()
     assert len(small_world(replace(tier, model="other")).offload.store) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
@@ -226,6 +231,17 @@ def test_a_base_stays_as_long_as_what_builds_on_it():
         store.put(one)
     store.put(unit(4))
     assert store.get(base.key) is not None and store.get(unit(2).key) is None
+
+
+def test_what_is_kept_and_what_was_refused_is_counted(tmp_path):
+    store = UnitStore("it", 2 * unit(0).size, tmp_path, 10 * unit(0).size)
+    for one in (*map(unit, range(3)), unit(0), unit(9, 5000)):
+        store.put(one)
+    store.settle()
+    assert (store.counts.stored, store.counts.refused, store.counts.dropped) == (3, 1, 0)
+    assert store.units_kept == {"memory": 2, "disk": 1}
+    file = next(tmp_path.glob("*.unit"))
+    assert store.bytes_kept == {"memory": 2 * unit(0).size, "disk": file.stat().st_size}
 
 
 def test_without_a_folder_what_leaves_memory_is_gone_and_too_large_never_comes():
@@ -399,8 +415,31 @@ def test_saving_while_the_engine_runs(model, tmp_path):
     assert save_conversation(engine, range(2, 60), tmp_path / "file") == 48
     with pytest.raises(ZeroDivisionError):
         engine.ask(lambda: 1 // 0)
-    assert engine.drain(20)
+    assert engine.drain(), "however long it takes beside others"
     assert save_conversation(engine, range(2, 60), tmp_path / "file") == 48
+
+
+def test_whoever_asks_while_the_engine_ends_is_answered(model):
+    """An errand that comes behind the last step is done all the same; nobody waits for ever."""
+    for _ in range(20):
+        engine = engine_for(model, None)
+        engine.start()
+        ending = threading.Thread(target=engine.drain, args=(0,))
+        ending.start()
+        assert [engine.ask(lambda k=k: k) for k in range(5)] == [0, 1, 2, 3, 4]
+        ending.join()
+        assert engine.ask(lambda: 5) == 5
+
+
+def test_what_is_cached_at_the_end_is_there_for_the_next_server(model, tmp_path):
+    tier = Tier(fingerprint(model), memory=0, folder=tmp_path)
+    for hits in (0, 48):
+        engine = engine_for(model, tier)
+        (reader,) = run(engine, job(range(2, 60)))
+        assert reader.outcome.cached_tokens == hits
+        is_the_models_own(model, range(2, 60), reader)
+        engine.drain(), engine.drain()
+        assert engine.cache.spans == 0 and list(tmp_path.glob("*.unit"))
 
 
 def test_fingerprints_differ_by_one_weight(model):
