@@ -197,11 +197,12 @@ class _Bytes:
 
 
 def _library(tokenizer: Tokenizer) -> Callable[[str], LLMatcher]:
-    """Compiles documents. ValueError where the library is not installed."""
+    """Compiles documents. RequestError where the library is not installed."""
     try:
         import llguidance
     except ImportError:
-        raise ValueError("structured output needs llguidance; pip install 'nanok3[serve]'") from None
+        what = "this server has no llguidance, which structured output needs: pip install 'nanok3[serve]'"
+        raise RequestError(what, None, "not_supported", 501, "not_implemented_error") from None
     vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes(tokenizer)), eos_token=tokenizer.eos_id)
     limits = llguidance.LLParserLimits(
         max_grammar_size=200_000,

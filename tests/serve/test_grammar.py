@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 import threading
 
 import pytest
@@ -450,3 +451,13 @@ def test_a_model_that_knows_nothing_answers_in_json_and_calls(tokenizer):
         valid.validate(json.loads(second.calls[0].arguments))
     assert jobs[0].reader.outcome.finish_reason == "stop" and jobs[0].reader.outcome.error is None
     assert third.finish_reason in ("length", "stop")
+
+
+def test_without_the_library_the_request_is_refused_and_told_what_to_install(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    assert grammars.for_request(chat()) is None
+    for request in (schema_request({"type": "object"}), chat(tools=[tool({})], tool_choice="required")):
+        with pytest.raises(RequestError, match=re.escape("pip install 'nanok3[serve]'")) as refused:
+            grammars.for_request(request)
+        assert (refused.value.status, refused.value.code) == (501, "not_supported")
