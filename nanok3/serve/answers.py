@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from nanok3.data.tokenizer import StreamDecoder, Tokenizer
 from nanok3.serve.engine import Engine, Job, Outcome, Overloaded, Stopping, Token
 from nanok3.serve.events import ContentDelta, Event, MessageEnd, merged
 from nanok3.serve.fields import RequestError
-from nanok3.serve.replies import TokenLogprob, sse
+from nanok3.serve.replies import TokenLogprob
 
 if TYPE_CHECKING:
     from nanok3.serve.generate import StopStrings
@@ -256,11 +256,6 @@ class Busy(RequestError):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message, None, "rate_limit_exceeded", 429, "rate_limit_error")
         self.retry_after = retry_after
-
-
-def named_sse(kind: str, body: Mapping[str, Any]) -> bytes:
-    """A server-sent event with a name."""
-    return f"event: {kind}\n".encode() + sse(body)
 
 
 def check_outcome(outcome: Outcome) -> None:

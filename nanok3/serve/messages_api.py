@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any
 
-from nanok3.serve.answers import Answers, Ended, check_outcome, named_sse
+from nanok3.serve.answers import Answers, Ended, check_outcome
 from nanok3.serve.chat_api import note
 from nanok3.serve.events import (
     ArgumentsDelta,
@@ -27,7 +27,7 @@ from nanok3.serve.events import (
 )
 from nanok3.serve.fields import Fields, RequestError, read_json, refuse
 from nanok3.serve.protocol import MAX_TOKENS
-from nanok3.serve.replies import KEEP_ALIVE
+from nanok3.serve.replies import KEEP_ALIVE, named_sse
 from nanok3.serve.server import Asked, Call, Server, debug, in_thread, new_id, usage
 
 SAME = ("model", "temperature", "top_p", "top_k", "stream", "cache_salt", "seed", "min_p", "priority", "timeout")

@@ -40,6 +40,11 @@ def sse(body: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
+def named_sse(kind: str, body: Mapping[str, Any]) -> bytes:
+    """A server-sent event with a name, as other APIs than OpenAI's first one send."""
+    return f"event: {kind}\n".encode() + sse(body)
+
+
 @dataclass(frozen=True)
 class Usage:
     """Tokens of a request: of its prompt without the opener, of them from the cache; sampled, of them thought."""
