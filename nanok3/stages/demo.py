@@ -5,7 +5,7 @@
     pretrain     a small K3: KDA, gated MLA, attention residuals, LatentMoE with Quantile Balancing, per-head Muon
     eval         bits per byte on text it has not seen, beside zlib and xz; a recall probe
     generate     three samples
-    chat         it continues what you type
+    chat         it continues what you type; or, with --serve, a page in the browser and an API for OpenAI's clients
 
 Each step is a command that can be run by hand; the demo prints it, says how long it will take, and reuses what an
 earlier run has finished. An interrupted training goes on where it stopped.
@@ -22,6 +22,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MODEL = ("--preset", "small", "--depth", "5", "--train.batch-size", "8", "--train.seq-len", "512")
 RATES = ("--train.lr", "2.5e-2", "--train.adam-lr-scale", "0.4", "--train.final-lr-fraction", "0.03")
@@ -45,6 +49,10 @@ class DemoArgs:
     """CPU threads; all cores when not given."""
     chat: bool = True
     """End with an interactive prompt where there is a terminal."""
+    serve: bool = False
+    """End with the chat page instead."""
+    port: int = 8000
+    """Where the page is."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +97,20 @@ def main(args: DemoArgs) -> None:
     console.print(
         f"\n[bold]Finished in {_minutes(time.monotonic() - start)}.[/bold] Report: {args.out}/run/report.html"
     )
-    if args.chat and sys.stdin.isatty():
-        _run(["chat", f"{args.out}/run"])
-    else:
-        called = sys.argv[0] if Path(sys.argv[0]).name == "nanok3" else "python -m nanok3"
-        console.print(f"Talk to it: {called} chat {args.out}/run")
+    _talk(args, console)
+
+
+def _talk(args: DemoArgs, console: Console) -> None:
+    """What one can do with the model now; one of it at once."""
+    called = sys.argv[0] if Path(sys.argv[0]).name == "nanok3" else "python -m nanok3"
+    chat = ["chat", f"{args.out}/run"]
+    serve = ["serve", f"{args.out}/run", *(["--port", str(args.port)] if args.port != 8000 else [])]
+    console.print(f"Talk to it here:        {called} {shlex.join(chat)}")
+    console.print(f"or in the browser:      {called} {shlex.join(serve)}    then open http://127.0.0.1:{args.port}/")
+    if args.serve:
+        _run(serve)
+    elif args.chat and sys.stdin.isatty():
+        _run(chat)
 
 
 def road(args: DemoArgs) -> list[Step]:

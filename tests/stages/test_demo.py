@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import tyro
 
 from nanok3.stages import demo
 from nanok3.stages.demo import DemoArgs, road
+from nanok3.stages.serve import ServeArgs
 
 
 @pytest.fixture
@@ -58,10 +60,22 @@ def test_a_failing_step_ends_the_demo(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stopped.value.code == 2
 
 
+@pytest.mark.parametrize("port", [8000, 8123])
+def test_it_ends_by_offering_the_chat_page_and_can_start_it(
+    ran: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], port: int
+) -> None:
+    out = tmp_path / "demo"
+    demo.main(DemoArgs(out=out, port=port))
+    said = capsys.readouterr().out.replace("\n", "")
+    assert f"serve {out}/run" in said and f"http://127.0.0.1:{port}/" in said and ran[-1][0] == "generate"
+    demo.main(DemoArgs(out=out, port=port, serve=True))
+    assert ran[-1] == ["serve", f"{out}/run", *(["--port", "8123"] if port == 8123 else [])]
+    args = tyro.cli(ServeArgs, args=ran[-1][1:])
+    assert (args.model, args.port) == (out / "run", port)
+
+
 def test_every_command_parses(tmp_path: Path) -> None:
     """The flags the demo passes exist."""
-    import tyro
-
     from nanok3.cli import COMMANDS
     from nanok3.stages import data, eval, generate, pretrain, tokenizer
 
