@@ -227,7 +227,7 @@ class Scheduler:
     def _is_being_read(self, sequence: Sequence) -> bool:
         """Whether another sequence is on its way to a boundary, common to both, where its state will be kept: waiting
         for it costs less than reading the same tokens beside it."""
-        if not self.caching or not self.layout.groups:
+        if not self.caching:
             return False
         usable = sequence.keys.keys[: (len(sequence.ids) - 1) // self.cache.span]
         return any(

@@ -159,8 +159,9 @@ def test_second_request_with_the_same_beginning_hits_and_a_third_hits_where_they
     assert third.cached_tokens == 40 and third.match.limit == "latents"
 
 
-def test_requests_that_come_together_read_their_common_beginning_once():
-    world = World(pages=400, page_tokens=4, span=4, groups=1, budget=16, max_sequences=8, grid=2)
+@pytest.mark.parametrize("groups", [0, 1])
+def test_requests_that_come_together_read_their_common_beginning_once(groups):
+    world = World(pages=400, page_tokens=4, span=4, groups=groups, budget=16, max_sequences=8, grid=2)
     common = list(range(40))
     several = [world.add([*common, i, i, i]) for i in range(50, 55)]
     others = world.add([9] * 10)
