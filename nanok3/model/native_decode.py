@@ -27,11 +27,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanok3.config import K3Config
+from nanok3.model.basics import Linear, RMSNorm
 from nanok3.model.cache import KDAState, LatentCache, ModelState
-from nanok3.model.decoder import K3, DecoderLayer
-from nanok3.model.kda import KDA
-from nanok3.model.latent_moe import Experts, LatentMoE, PackedExperts
+from nanok3.model.decoder import K3, Backbone, DecoderLayer, Embedding
+from nanok3.model.kda import KDA, OutputNorm
+from nanok3.model.latent_moe import Experts, LatentMoE, PackedExperts, Router
 from nanok3.model.mla import GatedMLA
+from nanok3.model.short_conv import ShortConv
 from nanok3.model.situ import GatedMLP
 
 if TYPE_CHECKING:
@@ -39,6 +41,13 @@ if TYPE_CHECKING:
 
 
 STEPS_TO_COMPARE = 16
+ATTENTION = {"kda": (KDA,), "mla": (GatedMLA,)}
+"""By the kind of a layer."""
+MODULES = (
+    *(Backbone, nn.ModuleList, DecoderLayer, Embedding, Linear, RMSNorm),
+    *(KDA, ShortConv, OutputNorm, GatedMLA, GatedMLP, LatentMoE, Router, Experts, PackedExperts),
+)
+"""Whose arithmetic the kernel knows."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +62,10 @@ def refusal(model: K3) -> str | None:
     """Why this model cannot be decoded natively, in one line, or None if it can."""
     from nanok3.kernels import decode_cpu
 
-    for name, module in model.model.named_modules():
-        if isinstance(module, (KDA, GatedMLA, LatentMoE, GatedMLP, Experts, PackedExperts)):
-            kinds = (KDA, GatedMLA, LatentMoE, GatedMLP, Experts, PackedExperts)
-            if type(module) not in kinds:
-                return f"{name} is a {type(module).__name__}, which the kernel does not know"
+    for name, module in [*model.model.named_modules(), ("lm_head", model.lm_head)]:
+        reason = _module_refusal(module)
+        if reason is not None:
+            return f"{name or 'model'} {reason}"
     for name, weight in _weights(model):
         reason = decode_cpu.refusal(weight)
         if reason is not None:
@@ -66,6 +74,19 @@ def refusal(model: K3) -> str | None:
     if computes not in (None, torch.float32, stored):
         return f"the model computes in {computes} on {stored} weights; the kernel reads weights as they are stored"
     return None if decode_cpu.available() else "the kernel could not be built here"
+
+
+def _module_refusal(module: nn.Module) -> str | None:
+    """What a module does beyond its weights is lost in the kernel: code of another class, and what hangs on a call."""
+    if type(module) not in MODULES:
+        return f"is a {type(module).__name__}, which the kernel does not know"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has forward hooks, which one native call would pass by"
+    if isinstance(module, DecoderLayer):
+        for part, kinds in (("self_attn", ATTENTION[module.kind]), ("feed_forward", (GatedMLP, LatentMoE))):
+            if type(getattr(module, part)) not in kinds:
+                return f"has a {type(getattr(module, part)).__name__} as its {part}, where the kernel does not know it"
+    return None
 
 
 def _weights(model: K3) -> list[tuple[str, Tensor]]:

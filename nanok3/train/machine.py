@@ -57,7 +57,9 @@ def keep_freed_memory() -> bool:
 
     A training step frees and asks again for the same buffers of many megabytes. By default glibc maps each from the
     system and unmaps it, and every page of it is faulted in and zeroed anew: more than half of a small model's time.
-    Returns whether it took effect (glibc only). Call it before the first large allocation.
+    Pages that are kept cost their faults once, so huge ones for tensors (torch's THP_MEM_ALLOC_ENABLE=1) gain nothing
+    more: steps of 512 tokens of the small preset took 1.07 to 1.20 s without and 1.11 to 1.31 s with them (one Zen 3
+    core). Returns whether it took effect (glibc only). Call it before the first large allocation.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from nanok3.config import K3Config
+from nanok3.model.basics import product_dtype
 
 
 def max_logits_reference(
@@ -49,10 +50,11 @@ def max_logits(
 ) -> Float[Tensor, " H"]:
     """Largest scaled causal logit of each head; with `cu_seqlens` (B = 1) inside each packed document only.
 
-    At most B x H x tile x tile logits exist at a time. -inf where there are no tokens.
+    At most B x H x tile x tile logits exist at a time. -inf where there are no tokens. Multiplied in float32 where the
+    machine has no fast product of bf16.
     """
-    q, k = q.transpose(1, 2), k.transpose(1, 2)
-    largest = q.new_full((q.shape[1],), -torch.inf, dtype=_at_least_float32(q.dtype))
+    largest = q.new_full((q.shape[2],), -torch.inf, dtype=_at_least_float32(q.dtype))
+    q, k = (x.to(product_dtype(x)).transpose(1, 2) for x in (q, k))
     bounds = [0, q.shape[2]] if cu_seqlens is None else cu_seqlens.tolist()
     for begin, end in zip(bounds, bounds[1:], strict=False):
         for i in range(begin, end, tile):

@@ -400,9 +400,28 @@ def test_what_the_kernel_cannot_read_is_refused_with_the_reason():
 
     model = make()
     model.model.layers[0].self_attn.__class__ = Other
-    assert "layers.0.self_attn is a Other" in str(refusal(model))
+    assert "layers.0 has a Other as its self_attn" in str(refusal(model))
+    model.model.layers[0].self_attn = torch.nn.Identity()
+    assert "layers.0 has a Identity as its self_attn" in str(refusal(model))
     with pytest.raises(ValueError, match="no native decoding"):
         NativeDecoder(model)
+
+
+def test_what_a_native_call_would_pass_by_is_refused():
+    """Adapters, parametrizations, hooks, and an attention of another kind than its layer's."""
+    model = make()
+    attention = model.model.layers[0].self_attn
+    other = next(layer.self_attn for layer in model.model.layers if layer.kind == "mla")
+    model.model.layers[0].self_attn = other
+    assert "layers.0 has a GatedMLA as its self_attn" in str(refusal(model))
+    model.model.layers[0].self_attn = attention
+    handle = model.model.layers[1].register_forward_hook(lambda *_: None)
+    assert "layers.1 has forward hooks" in str(refusal(model))
+    handle.remove()
+    torch.nn.utils.parametrize.register_parametrization(model.lm_head, "weight", torch.nn.Identity())
+    assert "lm_head is a ParametrizedLinear" in str(refusal(model))
+    torch.nn.utils.parametrize.remove_parametrizations(model.lm_head, "weight")
+    assert refusal(model) is None
 
 
 def test_a_model_that_becomes_unreadable_is_refused_at_the_next_step():
