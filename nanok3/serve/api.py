@@ -2,6 +2,7 @@
 
     POST /v1/chat/completions   POST /v1/completions      GET /v1/models, /v1/models/{model}
     POST /v1/responses          POST /v1/messages, /v1/messages/count_tokens
+    POST, GET, DELETE /v1/files, /v1/files/{file}, /v1/files/{file}/content
     POST /tokenize, /detokenize, /apply-template          GET /health, /ready, /metrics, /v1/loads
     POST /admin/flush, /admin/save, /admin/load           GET /  the chat page
 
@@ -22,6 +23,7 @@ from nanok3.serve import (
     chat_api,
     completions_api,
     conversations_api,
+    files_api,
     messages_api,
     openapi,
     page,
@@ -32,14 +34,15 @@ from nanok3.serve import (
 from nanok3.serve.answers import ClientGone
 from nanok3.serve.engine import Engine
 from nanok3.serve.fields import RequestError
+from nanok3.serve.files_api import Attachment
 from nanok3.serve.http_gate import FACTS, Gate, error_answer
 from nanok3.serve.server import Call, Constrain, Server, ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
 
-Found = Mapping[str, Any] | bytes | AsyncIterator[bytes]
-"""What an endpoint returns: JSON, plain text, or a stream of server-sent events."""
+Found = Mapping[str, Any] | bytes | Attachment | AsyncIterator[bytes]
+"""What an endpoint returns: JSON, plain text, a file, or a stream of server-sent events."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ ROUTES = (
     Route("POST", "/v1/responses", responses_api.responses, "The same, as OpenAI's Responses API", openapi.RESPONSE),
     Route("POST", "/v1/messages", messages_api.messages, "The same, as Anthropic's Messages API", openapi.MESSAGES),
     Route("POST", "/v1/messages/count_tokens", messages_api.count_tokens, "Tokens of a prompt", openapi.MESSAGES),
+    Route("POST", "/v1/files", files_api.upload, "Upload a file, as multipart/form-data"),
+    Route("GET", "/v1/files", files_api.files, "The files of this client"),
+    Route("GET", "/v1/files/{file}", files_api.file, "One of them"),
+    Route("GET", "/v1/files/{file}/content", files_api.content, "Its content"),
+    Route("DELETE", "/v1/files/{file}", files_api.delete, "Delete it"),
     Route("GET", "/v1/models", status_api.models, "The models served here"),
     Route("GET", "/v1/models/{model:path}", status_api.model, "One of them"),
     Route("POST", "/tokenize", tokens_api.tokenize, "Ids of a text or a conversation", openapi.TOKENIZE),
@@ -118,7 +126,9 @@ def _endpoint(server: Server, route: Route) -> Callable[[Any], Awaitable[Any]]:
             body = await request.body()
         except ClientDisconnect:
             raise ClientGone from None
-        call = Call(body, request.path_params, request.headers, request.receive, request.scope[FACTS])
+        call = Call(
+            body, request.path_params, request.headers, request.receive, request.scope[FACTS], request.query_params
+        )
         return _response(await route.answer(server, call))
 
     endpoint.__annotations__ = {"request": Request}
@@ -140,6 +150,8 @@ def _response(found: Found) -> Response:
 
     if isinstance(found, bytes):
         return Response(found, media_type="text/plain; version=0.0.4")
+    if isinstance(found, Attachment):
+        return Response(found.content, headers=found.headers)
     if isinstance(found, Mapping):
         return Response(json.dumps(found), media_type="application/json")
     kept = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies shall pass each event on

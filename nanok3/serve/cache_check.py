@@ -71,7 +71,8 @@ class CacheChecks:
         warm = self._kept.pop(sequence, None)
         if warm is not None:
             prompt = sequence.ids[: sequence.prompt_tokens]
-            again = Sequence(f"{sequence.id}-again", prompt, len(prompt), SpanKeys(self.cache.span))
+            keys, pictures = SpanKeys(self.cache.span), sequence.pictures
+            again = Sequence(f"{sequence.id}-again", prompt, len(prompt), keys, pictures=pictures)
             self._queue.append(_Check(again, warm))
 
     def abandon(self) -> None:

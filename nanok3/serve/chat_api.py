@@ -19,7 +19,7 @@ from nanok3.serve.server import Asked, Call, Server, debug, new_id, usage
 
 async def chat_completions(server: Server, call: Call) -> dict[str, Any] | AsyncIterator[bytes]:
     """The endpoint."""
-    asked = await server.read_chat(call.body)
+    asked = await server.read_chat(call.body, call)
     answers = server.start_chat(asked, call)
     reply = ChatReply(new_id("chatcmpl"), asked.request.model or server.name, int(time.time()))
     if asked.request.stream:

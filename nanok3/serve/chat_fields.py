@@ -32,17 +32,29 @@ class Constraint:
     value: Any = None
 
 
+WEB = ("http://", "https://")
+
+
+class PlacedPart(dict[str, Any]):
+    """A part of a message that was written for a request of another shape, where it stood elsewhere."""
+
+    def __init__(self, part: Mapping[str, Any], place: str) -> None:
+        super().__init__(part)
+        self.place = place
+
+
 # ---------------------------------------------------------------------- messages
 
 
-def read_conversation(f: Fields) -> list[dict[str, Any]]:
+def read_conversation(f: Fields, from_web: bool = False) -> list[dict[str, Any]]:
+    """from_web: whether pictures may be named by web addresses."""
     given = f.get("messages")
     if not isinstance(given, list) or not given:
         raise f.refuse("messages", "a list of at least one message")
     messages = [dict(message) if isinstance(message, dict) else message for message in given]
     for k, message in enumerate(messages):
         if isinstance(message, dict):
-            _adapt(message, f"messages[{k}]")
+            _adapt(message, f"messages[{k}]", from_web)
     if f.boolean("continue_final_message") and isinstance(messages[-1], dict):
         messages[-1]["partial"] = True
     try:
@@ -52,7 +64,7 @@ def read_conversation(f: Fields) -> list[dict[str, Any]]:
     return messages
 
 
-def _adapt(message: dict[str, Any], where: str) -> None:
+def _adapt(message: dict[str, Any], where: str, from_web: bool) -> None:
     """Other names for the same, and what the API asks of a message beyond its rendering."""
     m = Fields(message, where)
     if message.get("role") == "developer":
@@ -70,18 +82,27 @@ def _adapt(message: dict[str, Any], where: str) -> None:
     if isinstance(message.get("content"), list):
         for k, part in enumerate(message["content"]):
             if isinstance(part, dict) and part.get("type") in IMAGE_TYPES:
-                image_source(part, f"{where}.content[{k}]")
+                image_source(part, f"{where}.content[{k}]", from_web)
 
 
-def image_source(part: Mapping[str, Any], where: str = "content") -> str:
-    """Where a part's picture is: a data URL, or `ms://` and the id of an uploaded file. Nothing is fetched from the
-    web."""
-    kind = part["type"]
-    given = part.get(kind)
+def image_source(part: Mapping[str, Any], where: str = "content", from_web: bool = False) -> str:
+    """Where a part's picture is: a data URL, `ms://` and the id of an uploaded file, or, where that is allowed, a web
+    address."""
+    given = part.get(part["type"])
     url = given.get("url") if isinstance(given, Mapping) else given
-    if not isinstance(url, str) or not re.match(r"data:image/[\w.+-]+;base64,|ms://.", url):
-        raise refuse(f"{where}.{kind}", url, "a URL that begins with data:image/...;base64, or ms://")
-    return url
+    if isinstance(url, str) and re.match(r"data:image/[\w.+-]+;base64,|ms://.", url):
+        return url
+    if isinstance(url, str) and url.startswith(WEB):
+        if from_web:
+            return url
+        allowed = "data:image/...;base64, or ms://, since this server fetches no web addresses"
+        raise refuse(place_of(part, where), url, allowed)
+    raise refuse(place_of(part, where), url, "a URL that begins with data:image/...;base64, or ms://")
+
+
+def place_of(part: Mapping[str, Any], where: str) -> str:
+    """What errors call a picture's source."""
+    return part.place if isinstance(part, PlacedPart) else f"{where}.{part['type']}"
 
 
 # ---------------------------------------------------------------------- tools

@@ -1,6 +1,6 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: the same in the shape of Anthropic's Messages API.
 
-    content blocks     text, thinking, tool_use, tool_result     -> messages of a chat request
+    content blocks     text, image, thinking, tool_use, tool_result     -> messages of a chat request
     events             -> blocks of an answer, which grow in a stream between their start and stop
 
 A thought is a block `thinking`. Its signature is empty, since nothing has to be proved here; it is read back all the
@@ -15,6 +15,7 @@ from typing import Any
 
 from nanok3.serve.answers import Answers, Ended, check_outcome
 from nanok3.serve.chat_api import note
+from nanok3.serve.chat_fields import PlacedPart
 from nanok3.serve.events import (
     ArgumentsDelta,
     CallBegun,
@@ -40,7 +41,7 @@ async def messages(server: Server, call: Call) -> dict[str, Any] | AsyncIterator
     body = await in_thread(read_json, call.body)
     if Fields(body).integer("max_tokens", 1, MAX_TOKENS) is None:
         raise Fields(body).refuse("max_tokens", f"a whole number from 1 to {MAX_TOKENS}")
-    asked = await server.read_chat(chat_body(body))
+    asked = await server.read_chat(chat_body(body), call)
     reply = MessageReply(asked.request.model or server.name)
     answers = server.start_chat(asked, call)
     if asked.request.stream:
@@ -55,7 +56,7 @@ async def messages(server: Server, call: Call) -> dict[str, Any] | AsyncIterator
 
 async def count_tokens(server: Server, call: Call) -> dict[str, Any]:
     """What a request's prompt would count."""
-    asked = await server.read_chat(chat_body(await in_thread(read_json, call.body)))
+    asked = await server.read_chat(chat_body(await in_thread(read_json, call.body)), call)
     return {"input_tokens": asked.prompt_tokens}
 
 
@@ -151,10 +152,40 @@ def _messages(message: Fields) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for given, where in _blocks(message, "content"):
         _read_block(Fields(given, where), found, parts, results)
-    only_text = all(part["type"] == "text" for part in parts)
-    found["content"] = "".join(part["text"] for part in parts) if only_text else parts
+    found["content"] = _joined(parts)
     empty = role == "user" and not parts and results
     return results if empty else [*results, found]
+
+
+def _joined(parts: list[dict[str, Any]]) -> Any:
+    """Parts of text as one string."""
+    only_text = all(part["type"] == "text" for part in parts)
+    return "".join(part["text"] for part in parts) if only_text else parts
+
+
+def _result(block: Fields) -> Any:
+    """The content of a tool's result: a string, or blocks of text and pictures."""
+    if not isinstance(block.get("content"), list):
+        return _text(block, "content")
+    inner = [Fields(given, where) for given, where in _blocks(block, "content")]
+    return _joined(
+        [_picture(one) if one.get("type") == "image" else {"type": "text", "text": _block_text(one)} for one in inner]
+    )
+
+
+def _picture(block: Fields) -> PlacedPart:
+    """A block of type image: its data, a web address, or an uploaded file."""
+    source = block.object("source")
+    match source.choice("type", ("base64", "url", "file")):
+        case "base64":
+            url = f"data:{source.string('media_type')};base64,{source.string('data')}"
+        case "url":
+            url = source.string("url") or ""
+        case "file":
+            url = f"ms://{source.string('file_id') or ''}"
+        case _:
+            raise source.refuse("type", "base64, url, file")
+    return PlacedPart({"type": "image_url", "image_url": {"url": url}}, block.path("source"))
 
 
 def _read_block(
@@ -164,13 +195,9 @@ def _read_block(
         case (_, "text"):
             parts.append({"type": "text", "text": _block_text(block)})
         case ("user", "image"):
-            source = block.object("source")
-            if source.get("type") != "base64":
-                raise source.refuse("type", "base64")
-            url = f"data:{source.string('media_type')};base64,{source.string('data')}"
-            parts.append({"type": "image_url", "image_url": {"url": url}})
+            parts.append(_picture(block))
         case ("user", "tool_result"):
-            content = _text(block, "content")
+            content = _result(block)
             results.append({"role": "tool", "tool_call_id": block.string("tool_use_id"), "content": content})
         case ("assistant", "thinking"):
             found["reasoning_content"] = found.get("reasoning_content", "") + (block.string("thinking") or "")

@@ -65,6 +65,8 @@ class Policy:
     """Tokens an answer may have where its request says nothing, if the context has the room."""
     context: int = MAX_TOKENS
     vocab_size: int | None = None
+    from_web: bool = False
+    """Whether pictures may be named by web addresses."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def read_chat(body: Mapping[str, Any], policy: Policy | None = None) -> ChatRequ
     for name in ("functions", "function_call"):
         if f.has(name):
             raise f.refuse(name, "no such field; declare tools, and choose with tool_choice")
-    messages = read_conversation(f)
+    messages = read_conversation(f, policy.from_web)
     tools = read_tools(f)
     names = tool_names(tools, messages)
     tool_choice, forced = read_tool_choice(f, names)

@@ -16,6 +16,7 @@ from typing import Any
 
 from nanok3.serve.answers import Answers, Ended, check_outcome
 from nanok3.serve.chat_api import note
+from nanok3.serve.chat_fields import PlacedPart
 from nanok3.serve.events import (
     ArgumentsDelta,
     CallBegun,
@@ -39,7 +40,7 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", 
 async def responses(server: Server, call: Call) -> dict[str, Any] | AsyncIterator[bytes]:
     """The endpoint."""
     body = await in_thread(read_json, call.body)
-    asked = await server.read_chat(chat_body(body))
+    asked = await server.read_chat(chat_body(body), call)
     reply = ResponseReply(body, asked.request.model or server.name)
     answers = server.start_chat(asked, call)
     if asked.request.stream:
@@ -168,12 +169,21 @@ def _content(item: Fields, name: str) -> Any:
                 raise refuse(f"{where}.text", text, "a string")
             parts.append({"type": "text", "text": text})
         elif part.get("type") == "input_image":
-            parts.append({"type": "image_url", "image_url": part.get("image_url")})
+            parts.append(_picture(Fields(part, where)))
         else:
             raise refuse(f"{where}.type", part.get("type"), f"{', '.join(TEXTS)}, input_image")
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
+
+
+def _picture(part: Fields) -> PlacedPart:
+    """By its address, or by the id of an uploaded file."""
+    name = "image_url" if part.has("image_url") else "file_id" if part.has("file_id") else "image_url"
+    url = part.string(name)
+    if name == "file_id":
+        url = f"ms://{url}"
+    return PlacedPart({"type": "image_url", "image_url": url}, part.path(name))
 
 
 def _tool(tool: Any, where: str) -> Any:

@@ -3,7 +3,8 @@
 Two ways of the same numbers. Pieces of a few tokens (decoding, the ends of prompts) go together, row by row, through
 the native step, which reads pages where they lie. Longer pieces of a prompt go one sequence at a time through the
 model: its KDA states are views of the sequence's pages, its latents are copied out of them and the new ones back. Where
-the native step does not apply (another device, float64, no compiler) everything goes the second way.
+the native step does not apply (another device, float64, no compiler) everything goes the second way, and so do pieces
+with a part of a picture.
 
 A sequence that fails or gives NaN harms no other: logits are looked at sequence by sequence.
 """
@@ -23,6 +24,7 @@ from nanok3.model.cache import KDAState, LatentCache, ModelState
 from nanok3.model.decoder import K3
 from nanok3.model.native_decode import NativeDecoder
 from nanok3.serve.arena import Arena, Shapes
+from nanok3.serve.pictures import FEATURE_BYTES, eyes_of
 from nanok3.serve.scheduler import Work
 from nanok3.serve.sequence import Sequence
 
@@ -35,16 +37,20 @@ TOGETHER = 16
 
 class Runner:
     """One model and the memory for its sequences: `memory` bytes in pages of `page_tokens` tokens (None: the smallest
-    that hold a KDA layer's state). ValueError where that is not even one sequence."""
+    that hold a KDA layer's state). ValueError where that is not even one sequence. feature_bytes: what is kept of
+    pictures that were looked at."""
 
-    def __init__(self, model: K3, memory: int, page_tokens: int | None = None) -> None:
+    def __init__(
+        self, model: K3, memory: int, page_tokens: int | None = None, feature_bytes: int = FEATURE_BYTES
+    ) -> None:
         shapes = Shapes.of(model.cfg, model.compute_dtype or model.model.embed_tokens.weight.dtype)
         self.layout = shapes.layout(page_tokens)
         self.pages = memory // self.layout.page_bytes
         if self.pages < len(self.layout.groups) + 2:
             least = (len(self.layout.groups) + 2) * self.layout.page_bytes
             raise ValueError(f"the memory for states is {memory} bytes; one short sequence needs {least}")
-        self.model = model
+        self.model, self.eyes = model, eyes_of(model, feature_bytes)
+        self.media_pad = None if self.eyes is None else self.eyes.pad
         native = NativeDecoder.of(model)
         self.native = None if isinstance(native, str) else native
         self.without_native = native if isinstance(native, str) else None
@@ -74,8 +80,16 @@ class Runner:
                 results.update({} if logits is None else {name: logits})
         return results
 
+    def forget(self) -> None:
+        """What pictures looked like."""
+        if self.eyes is not None:
+            self.eyes.forget()
+
     def _is_short(self, piece: Work) -> bool:
-        return self.native is not None and piece.count <= TOGETHER
+        if self.native is None or piece.count > TOGETHER:
+            return False
+        start, end = piece.start, piece.start + piece.count
+        return not any(picture.start < end and start < picture.end for picture in piece.sequence.pictures)
 
     def _read_together(self, work: list[Work]) -> dict[str, Tensor]:
         """All pieces in one native call."""
@@ -106,7 +120,10 @@ class Runner:
         sequence = piece.sequence
         ids = torch.tensor([sequence.ids[piece.start : piece.start + piece.count]], device=self.arena.bytes.device)
         state = self._state(sequence, piece.start)
-        final = self.model.hidden_states(ids, state=state)
+        if self.eyes is None:
+            final = self.model.hidden_states(ids, state=state)
+        else:
+            final = self.eyes.hidden_states(ids, sequence.pictures, state, sequence)
         self._write_back(sequence, piece.start, state)
         if not every and not piece.last:
             return None

@@ -53,10 +53,13 @@ class _Place:
 
 
 class ScriptedRunner:
-    """Plays a model of `context` tokens with one KDA and one MLA layer, in `pages` pages of 64 tokens."""
+    """Plays a model of `context` tokens with one KDA and one MLA layer, in `pages` pages of 64 tokens.
+    media_pad: the placeholder of a model that sees, which it plays then; None for one that reads text only."""
 
-    def __init__(self, script: Scripted, context: int = 131_072, pages: int = 4096) -> None:
-        self.script, self.context, self.pages = script, context, pages
+    def __init__(
+        self, script: Scripted, context: int = 131_072, pages: int = 4096, media_pad: int | None = None
+    ) -> None:
+        self.script, self.context, self.pages, self.media_pad = script, context, pages, media_pad
         self.layout = PageLayout.of(mla_layers=1, latent_bytes=1, kda_layers=1, state_bytes=64, page_tokens=64)
         self.arena = NoBytes()
         self.vocab_size = script.vocab_size
@@ -77,6 +80,9 @@ class ScriptedRunner:
         if delay:
             time.sleep(delay)
         return results
+
+    def forget(self) -> None:
+        pass
 
     def _place(self, sequence: Sequence) -> _Place:
         place = self._places.get(sequence)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from nanok3.serve.prefix_cache import Match, Node, SpanKeys
+from nanok3.serve.prefix_cache import Match, Node, Picture, SpanKeys
 
 
 class Status(Enum):
@@ -49,6 +49,8 @@ class Sequence:
     spoken_snapshot: Node | None = None
     """The last boundary inside the answer whose state was kept."""
     preemptions: int = 0
+    pictures: tuple[Picture, ...] = ()
+    """What the placeholders in the prompt stand for."""
 
     @property
     def remaining(self) -> int:

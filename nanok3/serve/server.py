@@ -17,18 +17,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanok3.data.chat import IMAGE_PLACEHOLDER, OURS, Segment, Sentences, encode
+from nanok3.data.chat import OURS, Segment, Sentences, encode
+from nanok3.data.images import Image
+from nanok3.data.messages import IMAGE_TYPES, read_messages
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.serve.answers import Answers, ChatReader, Ended, describer
+from nanok3.serve.chat_fields import place_of
 from nanok3.serve.engine import Constraint, Engine, Job, Reader
 from nanok3.serve.fields import RequestError, read_json
 from nanok3.serve.generate import StopStrings
 from nanok3.serve.http_gate import GateSettings
 from nanok3.serve.metrics import Metrics
+from nanok3.serve.picture_sources import PictureSettings, PictureSources
+from nanok3.serve.pictures import Shown, show
 from nanok3.serve.protocol import ChatRequest, Common, Policy, read_chat
 from nanok3.serve.replies import Usage
 from nanok3.serve.sampler import SamplingParams
 
+PAD = "<|media_pad|>"
 Constrain = Callable[[Common], Constraint | None]
 """From a request to what its answer has to be; a fresh one for each choice. RequestError for a grammar that is none."""
 
@@ -51,6 +57,7 @@ class ServerSettings:
     gate: GateSettings = field(default_factory=GateSettings)
     conversations: Path | None = None
     """Folder in which an administrator can save them; None for nowhere."""
+    pictures: PictureSettings = field(default_factory=PictureSettings)
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
@@ -71,7 +78,8 @@ class Call:
     headers: Mapping[str, str]
     receive: Callable[[], Awaitable[Any]]
     facts: dict[str, Any]
-    """For the log."""
+    """For the log; `key` says whose request it is."""
+    query: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class Asked:
     """Without the opener of the answer's channel."""
     constraints: list[Constraint | None]
     """Of each choice."""
+    pictures: tuple[Shown, ...] = ()
 
 
 class Server:
@@ -97,7 +106,17 @@ class Server:
         kept are refused."""
         self.engine, self.tokenizer, self.settings, self.constrain = engine, tokenizer, settings, constrain
         self.metrics = Metrics(engine)
-        self.policy = replace(settings.policy, context=engine.context, vocab_size=tokenizer.vocab_size)
+        self.pictures = PictureSources(settings.pictures)
+        pad = engine.runner.media_pad
+        if pad is not None and pad != tokenizer.special.get(PAD):
+            there = tokenizer.special.get(PAD)
+            raise ValueError(f"the tokenizer's {PAD} is {there}, the model's placeholder {pad}; it is another model's")
+        self.policy = replace(
+            settings.policy,
+            context=engine.context,
+            vocab_size=tokenizer.vocab_size,
+            from_web=settings.pictures.from_web,
+        )
         self.created = int(time.time())
 
     @property
@@ -107,7 +126,7 @@ class Server:
     @property
     def sees(self) -> bool:
         """Whether messages may hold pictures."""
-        return False
+        return self.engine.runner.media_pad is not None
 
     def check_model(self, asked: str | None) -> str:
         """The name to answer with. RequestError for a model that is not served here."""
@@ -118,20 +137,33 @@ class Server:
 
     # ------------------------------------------------------------------ chat
 
-    async def read_chat(self, body: Mapping[str, Any] | bytes) -> Asked:
-        """Check a request, render and encode its prompt. RequestError for what is wrong with it."""
-        return await in_thread(self._read_chat, body)
+    async def read_chat(self, body: Mapping[str, Any] | bytes, call: Call | None = None) -> Asked:
+        """Check a request, open its pictures, render and encode its prompt. RequestError for what is wrong with it.
+        call: whose files it may name."""
+        return await in_thread(self._read_chat, body, None if call is None else call.facts.get("key"))
 
-    def _read_chat(self, body: Mapping[str, Any] | bytes) -> Asked:
+    def _read_chat(self, body: Mapping[str, Any] | bytes, owner: int | None) -> Asked:
         request = read_chat(read_json(body) if isinstance(body, bytes) else body, self.policy)
         self.check_model(request.model)
-        segments = request.prompt(self.settings.sentences)
-        if any(segment.text == IMAGE_PLACEHOLDER for segment in segments):
-            raise RequestError("the messages hold a picture; allowed: text, since this server reads no pictures yet")
-        ids = encode(segments, self.tokenizer)
+        images = self._images(request, owner)
+        segments = request.prompt(self.settings.sentences, [image.prompt for image in images])
+        ids, pictures = show(encode(segments, self.tokenizer), images, self.tokenizer.special.get(PAD, -1))
         request.room(len(ids))
         prompt_tokens = len(ids) - request.opener(self.tokenizer)
-        return Asked(request, segments, ids, prompt_tokens, self.constraints(request, request.n))
+        return Asked(request, segments, ids, prompt_tokens, self.constraints(request, request.n), pictures)
+
+    def _images(self, request: ChatRequest, owner: int | None) -> list[Image]:
+        """In the order in which the prompt shows them."""
+        parts = [
+            (part, f"{turn.where}.content[{k}]")
+            for turn in read_messages(request.messages)
+            for k, part in enumerate(turn.parts)
+            if part["type"] in IMAGE_TYPES
+        ]
+        if parts and not self.sees:
+            place = place_of(*parts[0])
+            raise RequestError(f"{place} is a picture; allowed: text, since {self.name} has no vision tower", place)
+        return self.pictures.open(parts, owner)
 
     def constraints(self, request: Common, count: int) -> list[Constraint | None]:
         """What binds each of `count` answers. RequestError where that cannot be had."""
@@ -153,7 +185,8 @@ class Server:
             hidden = request.sampling.stop_ids
             reader = ChatReader(k, parser, stops, answers.tell, describe, hidden, request.ignore_eos)
             most, constraint = request.room(len(asked.ids)), asked.constraints[k]
-            jobs.append(self.job(request, asked.ids, most, k, reader, constraint=constraint))
+            more = {"constraint": constraint, "pictures": asked.pictures}
+            jobs.append(self.job(request, asked.ids, most, k, reader, **more))
         call.facts.update(prompt_tokens=asked.prompt_tokens, choices=request.n, stream=request.stream)
         if self.settings.gate.log_prompts:
             call.facts["prompt"] = "".join(segment.text for segment in asked.segments)

@@ -17,7 +17,7 @@ async def tokenize(server: Server, call: Call) -> dict[str, Any]:
     f = Fields(await in_thread(read_json, call.body))
     server.check_model(f.string("model"))
     if f.has("messages"):
-        ids = (await server.read_chat(f.given)).ids
+        ids = (await server.read_chat(f.given, call)).ids
     else:
         text = f.string("prompt")
         if text is None:
@@ -44,6 +44,6 @@ async def detokenize(server: Server, call: Call) -> dict[str, Any]:
 async def apply_template(server: Server, call: Call) -> dict[str, Any]:
     """The prompt of a chat request as text, and in the parts that are encoded one by one: only what is `special` can
     be a control token."""
-    asked = await server.read_chat(call.body)
+    asked = await server.read_chat(call.body, call)
     parts = [{"text": segment.text, "special": segment.allow_special} for segment in asked.segments]
     return {"prompt": "".join(segment.text for segment in asked.segments), "segments": parts, "count": len(asked.ids)}

@@ -1,0 +1,258 @@
+"""Pictures over HTTP, on a small model that sees: three shapes of requests, uploaded files, all that is wrong."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from PIL import Image as Pillow
+from seeing import data_url, drawing, picture, seeing_model
+from served import TOKENIZER, Served, message, served, user
+
+from nanok3.serve import files_api
+from nanok3.serve.api import make_app
+from nanok3.serve.engine import Engine, Settings
+from nanok3.serve.file_store import FilesLimits
+from nanok3.serve.http_gate import GateSettings
+from nanok3.serve.picture_sources import PictureSettings
+from nanok3.serve.runner import Runner
+from nanok3.serve.scheduler import Limits
+from nanok3.serve.server import PAD, ServerSettings
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+CHAT, PAD_ID = "/v1/chat/completions", TOKENIZER.special[PAD]
+QUIET = {"thinking": {"type": "disabled"}}
+ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
+SETTINGS = ServerSettings(
+    names=("seer",),
+    gate=GateSettings(keys=("alice", "bob")),
+    pictures=PictureSettings(count=3, patches=200, files=FilesLimits(count=3, bytes=100_000)),
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return seeing_model()
+
+
+@pytest.fixture(scope="module")
+def seer(model):
+    limits = Limits(budget=64, max_sequences=4, grid=1)
+    engine = Engine(Runner(model, 8 << 20), {1}, list(range(256, 512)), Settings(16, limits=limits))
+    app = make_app(engine, TOKENIZER, SETTINGS)
+    engine.start()
+    yield Served(app, engine)
+    engine.drain(0)
+
+
+def shown(*urls, text="What is it?"):
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def ask(seer, messages, headers=ALICE, **fields):
+    body = {"messages": messages, "max_tokens": 2, "temperature": 0, "logprobs": True, **QUIET, **fields}
+    return seer.post(CHAT, body, headers)
+
+
+def said(body):
+    return body["choices"][0]["logprobs"]["content"][0]["logprob"]
+
+
+def test_the_answer_is_the_models_own(seer, model):
+    """Prompt, count and first token as from one forward pass over the rendered ids."""
+    urls = [data_url(drawing(1)), data_url(drawing(2))]
+    body = ask(seer, shown(*urls)).json()
+    ids = seer.post("/tokenize", {"messages": shown(*urls), **QUIET}, ALICE).json()["tokens"]
+    assert ids.count(PAD_ID) == 24 and body["usage"]["prompt_tokens"] == len(ids) - 2 - len("response")
+    text = "<|media_begin|>image 100x70<|media_content|><|media_pad|><|media_end|>"
+    prompt = seer.post("/apply-template", {"messages": shown(data_url(drawing(1)))}, ALICE).json()["prompt"]
+    assert text + "What is it?" in prompt
+    both = [picture(1), picture(2)]
+    with torch.no_grad():
+        media = {
+            "pixel_values": torch.cat([p.pixel_values for p in both]),
+            "grid_thw": torch.cat([p.grid_thw for p in both]),
+        }
+        logits = model(torch.tensor([ids]), **media).logits[0, -1]
+    logits[256:] = -torch.inf
+    assert said(body) == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-3)
+
+
+def test_the_same_picture_hits_and_another_misses(seer):
+    text, start = "x" * 100, len('<|>message role="user"<|><|>image 100x70<|>')
+    cached = []
+    for seed in (5, 5, 6):
+        cached.append(ask(seer, shown(data_url(drawing(seed)), text=text)).json()["usage"]["cached_tokens"])
+    assert max(cached[0], cached[2]) <= start < start + 100 < cached[1]
+    jpeg = ask(seer, shown(data_url(drawing(5, kind="BMP"), "image/bmp"), text=text)).json()["usage"]
+    assert jpeg["cached_tokens"] == cached[1], "the same pixels from another file"
+
+
+def test_three_apis_say_the_same(seer):
+    data = data_url(drawing(7))
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data.partition(",")[2]}}
+    text = {"type": "text", "text": "What is it?"}
+    anthropic = {"messages": [{"role": "user", "content": [block, text]}], "max_tokens": 2, **QUIET}
+    items = [{"type": "input_image", "image_url": data}, {"type": "input_text", "text": "What is it?"}]
+    usage = ask(seer, shown(data)).json()["usage"]
+    counted = seer.post("/v1/messages/count_tokens", anthropic, ALICE).json()
+    assert counted["input_tokens"] == usage["prompt_tokens"]
+    got = seer.post("/v1/messages", anthropic, ALICE).json()["usage"]
+    assert got["input_tokens"] + got["cache_read_input_tokens"] == usage["prompt_tokens"]
+    response = seer.post(
+        "/v1/responses", {"input": [{"role": "user", "content": items}], "max_output_tokens": 2, **QUIET}, ALICE
+    )
+    assert response.json()["usage"]["input_tokens"] == usage["prompt_tokens"]
+    result = {"type": "tool_result", "tool_use_id": "a_0", "content": [block]}
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a_0", "name": "a", "input": {}}]}
+    body = {"messages": [user("hi"), call, {"role": "user", "content": [result]}], "max_tokens": 2}
+    assert seer.post("/v1/messages", body, ALICE).status_code == 200
+
+
+# ---------------------------------------------------------------------- what is wrong
+
+
+def broken():
+    whole = drawing(3)
+    frames = [Pillow.new("RGB", (40, 40), color) for color in ("red", "green", "blue")]
+    animation, bomb = io.BytesIO(), io.BytesIO()
+    frames[0].save(animation, "GIF", save_all=True, append_images=frames[1:])
+    Pillow.new("1", (9000, 9000)).save(bomb, "PNG")
+    return {
+        "truncated": (data_url(whole[: len(whole) // 2]), "cut short"),
+        "empty": ("data:image/png;base64,", "empty"),
+        "no base64": ("data:image/png;base64,!!!", "base64"),
+        "not a picture": (data_url(b"<svg onload=alert(1)>"), "not an image"),
+        "wrong mime": (data_url(whole, "image/jpeg"), "announced as image/jpeg"),
+        "unknown mime": (data_url(whole, "image/tiff"), "allowed: image/png"),
+        "animated": (data_url(animation.getvalue(), "image/gif"), "animation of 3 frames"),
+        "bomb": (data_url(bomb.getvalue()), "pixels"),
+        "no file": ("ms://file-0", "no file"),
+    }
+
+
+@pytest.mark.parametrize("kind", broken())
+def test_what_cannot_be_read_is_400_and_named(seer, kind):
+    url, words = broken()[kind]
+    response = ask(seer, [user("hi"), *shown(data_url(drawing(1)), url)])
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "messages[1].content[1].image_url"
+    assert words in error["message"] and error["message"].startswith(error["param"])
+
+
+@pytest.mark.parametrize(
+    "url", ["http://example.org/a.png", "https://10.0.0.1/a", "file:///etc/passwd", "ms://", 5, None]
+)
+def test_no_other_addresses(seer, url):
+    response = ask(seer, shown(url))
+    assert response.status_code == 400 and response.json()["error"]["param"] == "messages[0].content[0].image_url"
+
+
+def test_mistakes_are_named_as_each_api_has_them(seer):
+    bad = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    body = {"system": "Be brief.", "messages": [{"role": "user", "content": [bad]}], "max_tokens": 2}
+    error = seer.post("/v1/messages", body, ALICE).json()["error"]
+    assert error["message"].startswith("messages[0].content[0].source: ")
+    item = {"role": "user", "content": [{"type": "input_image", "file_id": "file-1"}]}
+    error = seer.post("/v1/responses", {"instructions": "x", "input": [item]}, ALICE).json()["error"]
+    assert error["param"] == "input[0].content[0].file_id"
+
+
+def test_pictures_of_a_request_are_limited(seer):
+    url = data_url(drawing(1))
+    many = ask(seer, shown(*[url] * 4)).json()["error"]
+    assert "4 pictures; allowed: 3" in many["message"] and many["param"] == "messages[0].content[3].image_url"
+    large = data_url(drawing(1, 280, 280))
+    patches = ask(seer, shown(url, large)).json()["error"]
+    assert "patches" in patches["message"] and patches["param"] == "messages[0].content[1].image_url"
+
+
+def test_placeholders_without_pictures(seer):
+    response = seer.post("/v1/completions", {"prompt": [65, PAD_ID, 66], "max_tokens": 1}, ALICE)
+    assert response.status_code == 400 and "placeholders" in response.json()["error"]["message"]
+    for typed in ("<|media_pad|>", "<|kimi_image_placeholder|>", "<|media_begin|>image 1x1<|media_content|>"):
+        ids = seer.post("/tokenize", {"messages": [user(typed)]}, ALICE).json()["tokens"]
+        assert PAD_ID not in ids and ask(seer, [user(typed)]).status_code == 200
+
+
+def test_a_model_that_reads_text_only():
+    with served(message()) as stub:
+        response = stub.post(CHAT, {"messages": shown(data_url(drawing(1)))})
+        assert response.status_code == 400 and "no vision tower" in response.json()["error"]["message"]
+        assert stub.chat("<|kimi_image_placeholder|>").status_code == 200
+
+
+# ---------------------------------------------------------------------- files
+
+
+def form(content, purpose="image", name="a.png", boundary="b0und"):
+    parts = [f'--{boundary}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n'.encode()]
+    head = f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\nContent-Type: image/png'
+    parts += [head.encode() + b"\r\n\r\n" + content + b"\r\n", f"--{boundary}--\r\n".encode()]
+    return b"".join(parts), {"content-type": f"multipart/form-data; boundary={boundary}"}
+
+
+def upload(seer, content, headers=ALICE, **fields):
+    body, kind = form(content, **fields)
+    return seer.post("/v1/files", content=body, headers={**headers, **kind})
+
+
+def test_a_file_is_uploaded_named_and_deleted(seer):
+    content = drawing(8)
+    made = upload(seer, content, name="ä b.png").json()
+    assert made["object"] == "file" and made["bytes"] == len(content) and made["filename"] == "ä b.png"
+    assert made["purpose"] == "image" and len(made["id"]) == 37
+    one = f"/v1/files/{made['id']}"
+    assert seer.get(one, ALICE).json() == made and made in seer.get("/v1/files", ALICE).json()["data"]
+    got = seer.get(f"{one}/content", ALICE)
+    assert got.content == content and got.headers["content-type"] == "application/octet-stream"
+    by_file, by_data = (ask(seer, shown(url)).json() for url in (f"ms://{made['id']}", data_url(content)))
+    assert said(by_file) == pytest.approx(said(by_data), abs=1e-4)
+    source = {"type": "file", "file_id": made["id"]}
+    body = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}], "max_tokens": 1}
+    assert seer.post("/v1/messages", body, ALICE).status_code == 200
+    # another key sees nothing of it
+    assert seer.get(one, BOB).status_code == seer.get(f"{one}/content", BOB).status_code == 404
+    assert (
+        seer.request("DELETE", one, headers=BOB).status_code == 404 and seer.get("/v1/files", BOB).json()["data"] == []
+    )
+    assert ask(seer, shown(f"ms://{made['id']}"), BOB).status_code == 400
+    assert seer.get("/v1/files").status_code == 401
+    assert seer.request("DELETE", one, headers=ALICE).json() == {"id": made["id"], "object": "file", "deleted": True}
+    assert seer.get(one, ALICE).status_code == 404 and ask(seer, shown(f"ms://{made['id']}")).status_code == 400
+
+
+def test_uploads_that_are_refused(seer):
+    content = drawing(1)
+    for refused, param in (
+        (upload(seer, b""), "file"),
+        (upload(seer, b"no picture"), "file"),
+        (upload(seer, content[:200]), "file"),
+        (upload(seer, content, purpose="fun"), "purpose"),
+        (upload(seer, b"x" * 100_001, purpose="user_data"), "file"),
+        (seer.post("/v1/files", {"file": "x"}, ALICE), "content-type"),
+        (seer.post("/v1/files", content=form(content)[0][:-20], headers={**ALICE, **form(content)[1]}), "file"),
+        (seer.post("/v1/files", content=b"", headers={**ALICE, **form(content)[1]}), "file"),
+    ):
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+    made = [upload(seer, b"text", purpose="assistants").json()["id"] for _ in range(3)]
+    assert (
+        upload(seer, content).json()["error"]["code"] == "too_many_files"
+        and upload(seer, content, BOB).status_code == 200
+    )
+    first = seer.get("/v1/files?limit=2", ALICE).json()
+    assert [one["id"] for one in first["data"]] == made[:0:-1] and first["has_more"]
+    assert seer.get(f"/v1/files?after={made[1]}", ALICE).json()["data"][0]["id"] == made[0]
+    assert seer.get("/v1/files?purpose=image", ALICE).json()["data"] == []
+    assert seer.get("/v1/files?limit=x", ALICE).status_code == seer.get("/v1/files?after=x", ALICE).status_code == 400
+    for id in made:
+        seer.request("DELETE", f"/v1/files/{id}", headers=ALICE)
+
+
+def test_a_form_may_hold_any_bytes():
+    content = bytes(range(256)) * 3 + b"\r\n--b0un\r\n\r\n--"
+    body, headers = form(content)
+    assert files_api.read_form(headers["content-type"], body)["file"] == ("a.png", content)
+    assert files_api.read_form('multipart/form-data; boundary="b0und"', body)["purpose"] == ("", b"image")
