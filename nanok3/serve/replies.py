@@ -90,21 +90,29 @@ def chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
 
 def text_logprobs(tokens: Sequence[TokenLogprob | bytes], offset: int = 0) -> dict[str, Any]:
     """`choices[].logprobs` of a plain completion. A token that is bytes alone, as the first of an echoed prompt, has no
-    log-probability. offset: characters of the text before the first token."""
+    log-probability. offset: characters of the text before the first token. As OpenAI has it, the token itself is among
+    the alternatives, whatever its rank; and what is no UTF-8 is told apart as `bytes:\\xe2\\x80`."""
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for one in tokens:
         piece = one if isinstance(one, bytes) else one.token
-        shown = piece.decode("utf-8", "replace")
-        found["tokens"].append(shown)
+        found["tokens"].append(_name(piece))
         found["text_offset"].append(offset)
-        offset += len(shown)
+        offset += len(piece.decode("utf-8", "replace"))
         if isinstance(one, bytes):
             found["token_logprobs"].append(None)
             found["top_logprobs"].append(None)
         else:
             found["token_logprobs"].append(max(one.logprob, -9999.0))
-            found["top_logprobs"].append({t.decode("utf-8", "replace"): max(p, -9999.0) for t, p in one.top})
+            top = dict((*one.top, (piece, one.logprob)))
+            found["top_logprobs"].append({_name(t): max(p, -9999.0) for t, p in top.items()})
     return found
+
+
+def _name(token: bytes) -> str:
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 @dataclass(frozen=True)

@@ -176,13 +176,20 @@ def test_plain_completions():
     assert logprobs == {
         "tokens": ["a", " b"],
         "token_logprobs": [None, -1.0],
-        "top_logprobs": [None, {" c": -0.1}],
+        "top_logprobs": [None, {" c": -0.1, " b": -1.0}],
         "text_offset": [4, 5],
     }
     body = reply.body([text_choice("a b", 0, "length", logprobs)], USAGE)
     assert (body["object"], body["usage"]["total_tokens"]) == ("text_completion", 15)
     assert body["choices"] == [{"index": 0, "text": "a b", "logprobs": logprobs, "finish_reason": "length"}]
     assert "usage" not in reply.body([text_choice("a")])
+
+
+def test_pieces_of_characters_are_told_apart():
+    first, second = b"\xe2\x80", b"\xe2\x81"
+    logprobs = text_logprobs([TokenLogprob(first, -1.0, ((second, -0.5), (first, -1.0))), b"a"])
+    assert logprobs["tokens"] == [r"bytes:\xe2\x80", "a"] and logprobs["text_offset"] == [0, 1]
+    assert logprobs["top_logprobs"][0] == {r"bytes:\xe2\x81": -0.5, r"bytes:\xe2\x80": -1.0}
 
 
 @pytest.mark.parametrize("text", ["é\u2028\n", "data: x\n\n", "\r"])
