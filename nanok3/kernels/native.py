@@ -5,8 +5,8 @@ shared library is named by a hash of what decides its contents: the sources, the
 flags and the processor's features (`-march=native` on another machine is another program). Two processes that
 start at once take a file lock; the winner writes a temporary file and renames it, so a reader never sees half
 a library. Beside it lies its SHA-256, compared before every loading: a damaged library would end the process, so
-it is built anew. Without a compiler, or if the build fails, one line in the log says why and `available` is False:
-callers then use their torch form.
+it is built anew. Of each kernel the newest few libraries are kept. Without a compiler, or if the build fails, one
+line in the log says why and `available` is False: callers then use their torch form.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ TUNING_FLAGS: tuple[tuple[str, ...], ...] = (
     (),
 )
 BUILD_SECONDS = 300
+LIBRARIES_KEPT = 8
+"""Of one kernel: for other checkouts, compilers and processors that share the folder."""
 
 
 def use_flags(*flags: str) -> None:
@@ -87,8 +89,20 @@ def build(name: str) -> Path:
     if not _intact(target):
         with _locked(folder / f"{name}.lock"):
             if not _intact(target):
+                _tidy(folder, name)
                 _compile(compiler, SOURCES / f"{name}.cpp", target)
     return target
+
+
+def _tidy(folder: Path, name: str) -> None:
+    """Under the kernel's lock: what a build left that was killed, and the oldest libraries. A process that has one of
+    them loaded keeps it."""
+    for left in folder.glob(f".{name}-*"):
+        left.unlink(missing_ok=True)
+    libraries = sorted(folder.glob(f"{name}-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for old in libraries[LIBRARIES_KEPT - 1 :]:
+        _checksum_file(old).unlink(missing_ok=True)
+        old.unlink(missing_ok=True)
 
 
 def _intact(library: Path) -> bool:
@@ -195,8 +209,10 @@ def _run(compiler: str, tuning: tuple[str, ...], source: Path, output: str) -> s
         return f"it took more than {BUILD_SECONDS} s"
     if result.returncode == 0:
         return None
-    lines = result.stderr.splitlines() or [f"exit status {result.returncode}"]
-    return next((line for line in lines if "error" in line), lines[0])
+    # "error: ld returned 1 exit status" stands behind what the linker has told: a full disk, a missing library.
+    lines = [line for line in result.stderr.splitlines() if "ld returned" not in line]
+    lines = lines or [f"exit status {result.returncode}"]
+    return next((line for line in lines if "error" in line), lines[-1])
 
 
 class _locked:

@@ -164,6 +164,32 @@ def test_a_damaged_library_is_built_anew(damage: str) -> None:
 
 
 @needs_compiler
+def test_a_build_removes_what_a_killed_one_left_and_the_oldest_libraries() -> None:
+    folder = native.cache_folder()
+    folder.mkdir(parents=True)
+    kept = [folder / f"probe-{i:020d}.so" for i in range(native.LIBRARIES_KEPT + 2)] + [folder / "prober-1.so"]
+    for age, path in enumerate(kept):
+        path.write_bytes(b"")
+        native._checksum_file(path).write_text("")
+        os.utime(path, (1e9 - age, 1e9 - age))
+    left = folder / ".probe-0123-killed"
+    left.write_bytes(b"half a library")
+    library = native.build("probe")
+    assert set(built()) == {library, *kept[: native.LIBRARIES_KEPT - 1], kept[-1]}
+    assert not left.exists() and len(list(folder.glob("*.sha256"))) == len(built())
+
+
+@needs_compiler
+def test_the_reason_is_the_linkers_not_that_it_had_one(caplog: pytest.LogCaptureFixture) -> None:
+    (native.SOURCES / "probe.cpp").write_text(
+        '__attribute__((visibility("hidden"))) int away();\nint x() { return away(); }\n'
+    )
+    with caplog.at_level(logging.WARNING, logger="nanok3"):
+        assert native.load("probe") is None
+    assert "ld returned" not in caplog.text and "away" in caplog.text
+
+
+@needs_compiler
 def test_a_library_of_another_kernel_is_built_anew() -> None:
     """It would load, and then lack the function."""
     library = native.build("probe")
