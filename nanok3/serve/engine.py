@@ -31,6 +31,7 @@ from nanok3.serve.arena import Arena
 from nanok3.serve.cache_check import CacheChecks
 from nanok3.serve.offload import ArenaBytes, Offload, Tier
 from nanok3.serve.page_pool import PageLayout, PagePool
+from nanok3.serve.pictures import check_pads
 from nanok3.serve.prefix_cache import Picture, PrefixCache, SpanKeys
 from nanok3.serve.sampler import SamplingParams, TokenCounts, adjust, new_generator, sample, tempered
 from nanok3.serve.scheduler import Limits, Memory, Scheduler, Work
@@ -103,12 +104,17 @@ class Reading(Protocol):
     pages: int
     vocab_size: int
     context: int
+    media_pad: int | None
+    """The id that stands for a row of a picture; None for who does not see."""
 
     @property
     def arena(self) -> Memory: ...
 
     def read(self, work: list[Work], all_logits: frozenset[str]) -> dict[str, Tensor | Exception]:
         """As `Runner.read`."""
+
+    def forget(self) -> None:
+        """Nothing that was computed before counts any more."""
 
 
 @dataclass(eq=False)
@@ -130,6 +136,7 @@ class Job:
     salt: tuple[bytes, ...] = ()
     """Jobs with different salts share no cache."""
     pictures: tuple[Picture, ...] = ()
+    """What the placeholders in the prompt stand for, in order (pictures.show)."""
     id: str = field(default_factory=lambda: f"job-{next(_numbers)}")
     cancelled: bool = False
     """Set by `Engine.cancel`."""
@@ -287,6 +294,7 @@ class Engine:
     def flush(self) -> None:
         """Forget all cached prefixes."""
         self.do(self.cache.clear)
+        self.do(self.runner.forget)
         if self.offload is not None:
             self.do(self.offload.store.clear)
 
@@ -337,12 +345,13 @@ class Engine:
             raise ValueError(f"the prompt holds id {outside[0]}; ids are 0 to {self.runner.vocab_size - 1}")
         if len(job.prompt) >= self.context:
             raise ValueError(f"the prompt has {len(job.prompt)} tokens; the context of {self.context} leaves no answer")
+        check_pads(job.prompt, job.pictures, self.runner.media_pad)
 
     def _running(self, job: Job) -> _Running:
         now = time.monotonic()
         salt = (*job.salt, job.id.encode()) if job.prompt_logprobs else job.salt
         keys = self.keys(job.prompt, salt, job.pictures)
-        sequence = Sequence(job.id, list(job.prompt), len(job.prompt), keys, job.priority, now)
+        sequence = Sequence(job.id, list(job.prompt), len(job.prompt), keys, job.priority, now, pictures=job.pictures)
         counts = TokenCounts.of(job.prompt, self.runner.vocab_size) if job.params.counts_tokens else None
         limit = min(job.params.max_tokens, self.context - len(job.prompt))
         return _Running(job, sequence, new_generator(job.params.seed), counts, now, limit)
