@@ -31,7 +31,7 @@ from nanok3.serve.arena import Arena
 from nanok3.serve.cache_check import CacheChecks
 from nanok3.serve.offload import ArenaBytes, Offload, Tier
 from nanok3.serve.page_pool import PageLayout, PagePool
-from nanok3.serve.pictures import check_pads
+from nanok3.serve.pictures import Pixels, check_pads
 from nanok3.serve.prefix_cache import Picture, PrefixCache, SpanKeys
 from nanok3.serve.sampler import SamplingParams, TokenCounts, adjust, new_generator, sample, tempered
 from nanok3.serve.scheduler import Limits, Memory, Scheduler, Work
@@ -143,10 +143,10 @@ class Job:
 
 
 class Overloaded(Exception):
-    """The queue is full; `retry_after` seconds is when to ask again."""
+    """There is no room to wait; `retry_after` seconds is when to ask again."""
 
-    def __init__(self, waiting: int, retry_after: float) -> None:
-        super().__init__(f"{waiting} requests are waiting; try again in {retry_after:.0f} s")
+    def __init__(self, what: str, retry_after: float) -> None:
+        super().__init__(f"{what}; try again in {retry_after:.0f} s")
         self.retry_after = retry_after
 
 
@@ -172,6 +172,8 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     tier: Tier | None = None
     """Where evicted prefixes go; None for nowhere."""
+    picture_bytes: int = 2 << 30
+    """Of decoded pictures that jobs may hold before more are refused; a single job may have more."""
 
     def __post_init__(self) -> None:
         if self.hash_block < 16:
@@ -224,7 +226,7 @@ class Engine:
         page that becomes free."""
         self.runner, self.ends, self.settings = runner, ends, settings or Settings()
         self.forbidden = torch.tensor(sorted(forbidden), dtype=torch.int64)
-        self.counters = Counters()
+        self.counters, self.pixels = Counters(), Pixels()
         layout = runner.layout
         self.pool = PagePool(runner.pages, freed)
         self.cache = PrefixCache(self.pool, self.settings.hash_block, layout.page_tokens, len(layout.groups))
@@ -256,7 +258,11 @@ class Engine:
                 raise Stopping("the server is shutting down")
             waiting = len(self._inbox) + len(self.scheduler.waiting)
             if waiting >= self.settings.max_waiting:
-                raise Overloaded(waiting, 1.0 + waiting / max(1, self.settings.limits.max_sequences))
+                after = 1.0 + waiting / max(1, self.settings.limits.max_sequences)
+                raise Overloaded(f"{waiting} requests are waiting", after)
+            if not self.pixels.has_room(job.pictures, self.settings.picture_bytes):
+                raise Overloaded(f"requests with {self.pixels.bytes} bytes of pictures are waiting", 2.0)
+            self.pixels.hold(job.pictures)
             self._inbox.append(self._running(job))
             self._changed.notify()
 
@@ -527,6 +533,7 @@ class Engine:
             self.scheduler.finish(sequence)
             self.checks.queue(sequence)
             del self._jobs[running.job.id]
+        self.pixels.release(running.job.pictures)
         outcome = Outcome(
             reason,
             error,

@@ -44,11 +44,6 @@ class PictureSettings:
     """Of decoded pictures that are kept for the next request that shows them."""
     files: FilesLimits = field(default_factory=FilesLimits)
 
-    def __post_init__(self) -> None:
-        for name in ("count", "patches", "file_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"pictures: {name} is {getattr(self, name)}; it must be at least 1")
-
 
 class PictureSources:
     """Opens the pictures of requests. From any thread."""

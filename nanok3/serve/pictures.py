@@ -12,8 +12,9 @@ pixels the model sees: the same picture from another file is the same, and anoth
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Sequence
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -92,6 +93,39 @@ def check_pads(prompt: Sequence[int], pictures: Sequence[Picture], pad: int | No
         raise ValueError(
             f"the prompt has {pads} placeholders (id {pad}), its pictures have {rows} rows; they must be equal"
         )
+
+
+class Pixels:
+    """Counts the bytes of pictures that somebody holds, each picture once. From any thread."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._holders: Counter[bytes] = Counter()
+        self._lock = threading.Lock()
+
+    def has_room(self, pictures: Iterable[Picture], most: int) -> bool:
+        """Whether these fit beside the others; alone they always do."""
+        with self._lock:
+            more = sum(size for digest, size in _sizes(pictures).items() if not self._holders[digest])
+            return not more or not self.bytes or self.bytes + more <= most
+
+    def hold(self, pictures: Iterable[Picture]) -> None:
+        with self._lock:
+            for digest, size in _sizes(pictures).items():
+                self.bytes += 0 if self._holders[digest] else size
+                self._holders[digest] += 1
+
+    def release(self, pictures: Iterable[Picture]) -> None:
+        with self._lock:
+            for digest, size in _sizes(pictures).items():
+                self._holders[digest] -= 1
+                if not self._holders[digest]:
+                    del self._holders[digest]
+                    self.bytes -= size
+
+
+def _sizes(pictures: Iterable[Picture]) -> dict[bytes, int]:
+    return {one.digest: one.image.pixel_values.nbytes for one in pictures if isinstance(one, Shown)}
 
 
 class Eyes:

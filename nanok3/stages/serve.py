@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nanok3.serve.engine import Settings as EngineSettings
     from nanok3.serve.http_gate import GateSettings
     from nanok3.serve.offload import Tier
+    from nanok3.serve.picture_sources import PictureSettings
     from nanok3.serve.server import ServerSettings
 
 GIB = 1 << 30
@@ -97,6 +98,16 @@ class ServeArgs:
     """Requests of one key at a time."""
     max_body_mib: int = 32
     """Largest body of a request."""
+    max_pictures: int = 10
+    """Pictures of a request."""
+    max_picture_patches: int = 262_144
+    """Patches of 14 x 14 pixels of all pictures of a request."""
+    allow_image_urls: bool = False
+    """Fetch pictures that requests name by http(s) address; never from inside this machine or its network."""
+    max_files: int = 100
+    """Uploaded files that are kept of one client."""
+    max_files_mib: int = 256
+    """And of all clients together; they are kept in memory."""
     allowed_origins: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Origin of web pages that may ask from a browser; none without it."""
 
@@ -141,6 +152,7 @@ class ServeArgs:
             self.allowed_origins,
             self._gate(),
             None if self.cache_folder is None else self.cache_folder / "conversations",
+            self._pictures(),
         )
 
     def cache_bytes(self) -> tuple[int, int] | None:
@@ -168,6 +180,18 @@ class ServeArgs:
         assert isinstance(reading, Runner)
         memory, disk = sizes
         return Tier(fingerprint(reading.model), memory, self.cache_folder, disk)
+
+    def _pictures(self) -> PictureSettings:
+        from nanok3.serve.file_store import FilesLimits
+        from nanok3.serve.picture_sources import PictureSettings
+
+        for name in ("max_pictures", "max_picture_patches", "max_files", "max_files_mib"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        files = FilesLimits(self.max_files, self.max_files_mib << 20)
+        return PictureSettings(
+            self.max_pictures, self.max_picture_patches, self.allow_image_urls, self.max_body_mib << 20, files=files
+        )
 
     def _gate(self) -> GateSettings:
         from nanok3.serve.http_gate import GateSettings

@@ -9,7 +9,7 @@ import torch
 from seeing import VOCAB, picture, seeing_model
 
 from nanok3.model.decoder import K3
-from nanok3.serve.engine import Engine, Job, Settings
+from nanok3.serve.engine import Engine, Job, Overloaded, Settings
 from nanok3.serve.pictures import Eyes, check_pads, show
 from nanok3.serve.prefix_cache import Picture
 from nanok3.serve.runner import Runner
@@ -168,6 +168,19 @@ def test_a_tower_that_fails_ends_its_own_job_alone(model, monkeypatch):
     broken, whole = run(engine, job([5, PAD, 6], PICTURES[0]), job([7, 8, 9]))
     assert broken.outcome.finish_reason == "error" and whole.outcome.finish_reason != "error"
     assert engine.pool.free + engine.cache.spans >= 0 and engine.idle
+
+
+def test_pictures_that_wait_are_bounded(model):
+    one = PICTURES[0].pixel_values.nbytes
+    engine = engine_for(model, picture_bytes=2 * one)
+    jobs = [job([PAD, 5 + k], PICTURES[k % 2]) for k in range(4)]
+    for each in jobs:
+        engine.submit(each)
+    with pytest.raises(Overloaded, match="bytes of pictures"):
+        engine.submit(job([PAD, 7], PICTURES[2]))
+    jobs.append(job([7, 8]))
+    run(engine, *jobs[4:])
+    assert engine.pixels.bytes == 0 and all(each.reader.outcome.finish_reason == "length" for each in jobs)
 
 
 def test_features_are_kept_within_their_bytes(model):
