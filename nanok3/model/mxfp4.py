@@ -5,17 +5,23 @@ A nibble is a sign and one of eight magnitudes; a scale byte s stands for 2^(s -
     W[r, c] = +-{0, 0.5, 1, 1.5, 2, 3, 4, 6} * 2^(scale[r, c // 32] - 127)
 
 Two nibbles a byte, the even column in the low half. Every value is exact in bfloat16. K3 keeps its routed experts so.
+
+Whoever rounds to MXFP4 here (training, export, serving) takes the scale of a block from `block_exponent`. quant/mxfp.py
+has the same for MXFP8, and the rounding that training does.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 BLOCK = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SCALE_BIAS = 127
+SCALE_RULES = ("ceil", "floor", "even")
 
 
 def dequantize_mxfp4(
@@ -34,27 +40,49 @@ def dequantize_mxfp4(
 
 
 def quantize_mxfp4(
-    weight: Float[Tensor, "*b columns"],
+    weight: Float[Tensor, "*b columns"], rule: str = "ceil"
 ) -> tuple[UInt8[Tensor, "*b half"], UInt8[Tensor, "*b blocks"]]:
-    """The nearest MXFP4 values, ties to the even code. The scale is the smallest power of two with which no value of
-    the block is cut off, 2^ceil(log2(max / 6)): K3 did not publish its rule, this one is ours. A block that MXFP4 can
-    hold exactly comes back exactly. ValueError on a width that is no multiple of 32 or a value that is not finite."""
-    if weight.shape[-1] % BLOCK:
-        raise ValueError(f"MXFP4 needs an input width that is a multiple of {BLOCK}, got {weight.shape[-1]}")
-    if not bool(torch.isfinite(weight).all()):
-        raise ValueError("MXFP4 has no code for inf or NaN, and the weight holds one")
+    """The nearest MXFP4 values, ties to the even code; beyond 6 scales the largest. With `rule` ceil nothing lies
+    beyond. A block that MXFP4 can hold exactly comes back exactly. ValueError on a width that is no multiple of 32 or a
+    value that is not finite."""
+    check_blocks(weight)
     blocks = weight.double().unflatten(-1, (-1, BLOCK))
-    exponent = _block_exponent(blocks.abs().amax(-1))
+    exponent = block_exponent(blocks.abs().amax(-1), rule)
     scaled = blocks / torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent).unsqueeze(-1)
     codes = _nearest_code(scaled.abs()) | torch.signbit(scaled).to(torch.uint8) << 3
     codes = codes.flatten(-2).unflatten(-1, (-1, 2))
     return codes[..., 0] | codes[..., 1] << 4, (exponent + SCALE_BIAS).to(torch.uint8)
 
 
-def _block_exponent(largest: Tensor) -> Tensor:
-    """ceil(log2(largest / 6)) without rounding trouble: frexp gives the exponent exactly."""
-    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
-    needed = exponent - 3 + (mantissa > 0.75).int()  # 6 = 0.75 * 2^3
+def check_blocks(weight: Float[Tensor, "*b columns"]) -> None:
+    """ValueError on what no block can hold."""
+    if weight.shape[-1] % BLOCK:
+        raise ValueError(f"MXFP4 needs an input width that is a multiple of {BLOCK}, got {weight.shape[-1]}")
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("MXFP4 has no code for inf or NaN, and the weight holds one")
+
+
+def block_exponent(
+    largest: Float[Tensor, "*b"], rule: str = "ceil", top: float = MAGNITUDES[-1], bits: int = 1
+) -> Int[Tensor, "*b"]:
+    """The exponent e of a block's scale 2^e from its largest magnitude, for elements up to `top` whose fraction has
+    `bits` bits (those of MXFP4 by default). K3 did not publish its rule; three are in use:
+
+        ceil     the smallest e with largest <= top 2^e: nothing is cut off (the default)
+        floor    e = floor(log2 largest) - floor(log2 top): finer steps, but up to a quarter of the largest is lost
+        even     floor of the largest rounded to `bits` bits: cuts off where that costs no more than rounding would
+
+    A block of zeros has e = 0. The scale byte is e + 127, and e stays within what a byte below NaN's 255 holds.
+    """
+    if rule not in SCALE_RULES:
+        raise ValueError(f"scale rule is {rule!r}; allowed: {', '.join(SCALE_RULES)}")
+    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, exactly, with mantissa in [0.5, 1)
+    top_mantissa, top_exponent = math.frexp(top)
+    needed = exponent - top_exponent
+    if rule == "ceil":
+        needed = needed + (mantissa > top_mantissa).int()
+    elif rule == "even":
+        needed = needed + (mantissa >= 1 - 2.0 ** -(bits + 2)).int()
     return torch.where(largest > 0, needed, torch.zeros_like(needed)).clamp(-SCALE_BIAS, 127)
 
 
