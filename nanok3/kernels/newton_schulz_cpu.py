@@ -25,7 +25,7 @@ def newton_schulz(
     """Steps of X <- a X + (b A + c A A) X, A = X X^T, from X = G / (|G| + 1e-7), for each of n float32 matrices."""
     if G.dtype != torch.float32 or not rows.supported("newton_schulz", G) or rows.through_torch(G):
         return NotImplemented
-    if not (steps >= 1 and 1 <= min(G.shape[1:]) <= MOST_ON_THE_SMALLER_SIDE):
+    if G.ndim != 3 or not (steps >= 1 and 1 <= min(G.shape[1:]) <= MOST_ON_THE_SMALLER_SIDE):
         return NotImplemented
     G = G.contiguous()
     out = torch.empty_like(G)

@@ -54,6 +54,9 @@ def causal_attention(
     """The same for T = S without a T x T matrix, document by document. The result stays float32: rounding the output
     before the gate has a bias that training picks up (report 2.1)."""
     bounds = [0, q.shape[1]] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
+    o = attention_cpu(q, k, v, scale, cu_seqlens)
+    if o is not None:
+        return o
     # Split, not sliced: the backward of a split writes each gradient once, that of a slice fills the whole row anew.
     lengths = [end - start for start, end in zip(bounds, bounds[1:])]
     documents = zip(*(x.split(lengths, dim=1) for x in (q, k, v)))
@@ -62,11 +65,8 @@ def causal_attention(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """One document. For torch, V is padded to K channels: its fused attention on a CPU wants both alike and else falls
-    back to the whole matrix."""
-    o = attention_cpu(q, k, v, scale)
-    if o is not None:
-        return o
+    """One document. V is padded to K channels: torch's fused attention on a CPU wants both alike and else falls back to
+    the whole matrix."""
     channels = v.shape[-1]
     v = F.pad(v, (0, max(0, q.shape[-1] - channels)))
     q, k, v = (at_least_float32(x).transpose(1, 2) for x in (q, k, v))
@@ -74,13 +74,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def attention_cpu(
-    q: Float[Tensor, "B T H K"], k: Float[Tensor, "B S H K"], v: Float[Tensor, "B S H V"], scale: float
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B S H K"],
+    v: Float[Tensor, "B S H V"],
+    scale: float,
+    cu_seqlens: Int[Tensor, " n1"] | None = None,
 ) -> Float[Tensor, "B T H V"] | None:
-    """`causal_attention_reference` in C++, or None where it does not apply: gradients, another device, float64, no
-    compiler."""
+    """`causal_attention_reference`, document by document, in C++; or None where it does not apply: another device,
+    float64, no compiler, gradients with more keys than queries."""
     from nanok3.kernels import attention_cpu
 
-    o = attention_cpu.causal_attention(q, k, v, scale)
+    o = attention_cpu.causal_attention(q, k, v, scale, cu_seqlens)
     return None if o is NotImplemented else o
 
 

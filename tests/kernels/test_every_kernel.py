@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import nanok3.kernels
-from nanok3.kernels import attn_res_cpu, kda_cpu, native, norms_cpu, short_conv_cpu, situ_cpu
+from nanok3.kernels import attention_cpu, attn_res_cpu, kda_cpu, native, norms_cpu, short_conv_cpu, situ_cpu
 
 LIBRARIES = sorted(path.stem for path in native.SOURCES.glob("*.cpp"))
 needs_kernels = pytest.mark.skipif(
@@ -79,6 +79,11 @@ ROW = (3, 67, 37)
 CASES: dict[str, tuple[Callable[..., Tensor], int, Callable[[], list[Tensor]]]] = {
     "kda": (_kda, 4, _kda_inputs),
     "kda_step": (_kda_step, 4, _kda_inputs),
+    "attention": (
+        lambda q, k, v: attention_cpu.causal_attention(q, k, v, 0.3, torch.tensor([0, 1, 18, 18, 103])).sin().sum(),
+        3,
+        lambda: [torch.randn(1, 103, 2, 24), torch.randn(1, 103, 2, 24), torch.randn(1, 103, 2, 37)],
+    ),
     "short_conv": (
         lambda u, w: short_conv_cpu.short_conv(u, w, None, torch.arange(67) % 9).sin().sum(),
         1,

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from nanok3.kernels import attn_res_cpu, kda_cpu, linear_cpu, norms_cpu, short_conv_cpu, situ_cpu
+from nanok3.kernels import (
+    attention_cpu,
+    attn_res_cpu,
+    kda_cpu,
+    linear_cpu,
+    newton_schulz_cpu,
+    norms_cpu,
+    short_conv_cpu,
+    situ_cpu,
+)
 from nanok3.model.mxfp4 import quantize_mxfp4
 
 rand = torch.rand
@@ -41,6 +50,11 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
         kda,
         [rand(1, 7, 2, 5)] * 2 + [-rand(1, 7, 2, 5), rand(1, 7, 2), rand(2, 2, 5, 5), torch.tensor([0, 3, 7])],
     ),
+    "attention": (
+        lambda q, k, v, bounds: attention_cpu.causal_attention(q, k, v, 0.3, bounds),
+        [rand(1, 7, 2, 5)] * 2 + [rand(1, 7, 2, 4), torch.tensor([0, 3, 7])],
+    ),
+    "newton_schulz": (lambda G: newton_schulz_cpu.newton_schulz(G, 5, (3.4, -4.7, 2.0)), [rand(2, 7, 5)]),
     "kda_step": (kda_cpu.step, [rand(3, 1, 2, 5)] * 4 + [rand(3, 1, 2), rand(3, 2, 5, 5)]),
     "short_conv": (short_conv_cpu.short_conv, [rand(2, 7, 12), rand(12, 1, 4), rand(2, 3, 12), torch.arange(7)]),
     "situ": (situ_cpu.situ_glu, [rand(3, 7), rand(3, 7)]),
