@@ -33,6 +33,7 @@ COMMANDS = {
     "generate": Command("generate", "GenerateArgs", "continue one prompt or a file of them"),
     "chat": Command("chat", "ChatArgs", "talk to a model in the terminal"),
     "serve": Command("serve", "ServeArgs", "a model behind an HTTP API that OpenAI's clients use"),
+    "quantize": Command("quantize", "QuantizeArgs", "round the routed experts to four bits, and what that costs"),
     "export": Command("export", "ExportArgs", "write a model into a GGUF file for llama.cpp"),
     "inspect": Command("inspect", "InspectArgs", "what a config is made of: layers, parameters, bytes, FLOPs"),
     "plan": Command("plan", "PlanArgs", "what training or serving a config needs, and what would fit"),

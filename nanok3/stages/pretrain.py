@@ -360,7 +360,8 @@ def finish(args: PretrainArgs, trainer: Trainer, data: Prepared) -> None:
     assert isinstance(trainer.model, K3)
     folder = args.out / "model"
     trainer.model.compute_dtype = None
-    save(trainer.model, folder)
+    with trainer.qat.projected():  # what was trained is what is served
+        save(trainer.model, folder)
     data.tokenizer().save(folder)
     write_file(folder / "nanok3.json", (json.dumps({"stage": "pretrain"}) + "\n").encode())
     print(f"model: {folder}")

@@ -2,6 +2,7 @@
 
     for each step
         for each microbatch        forward under the observers; loss over the vocabulary in chunks; backward
+                                   (with `qat`, on the experts as they will be served)
         gradient norm              finite? no spike? clip to 1
         Muon and AdamW             at the learning rate of this point of the schedule
         Quantile Balancing         router biases for the next step
@@ -34,6 +35,7 @@ from nanok3.baselines.frame import Baseline
 from nanok3.data.loader import Batch, MixtureLoader
 from nanok3.ledger import flops_per_token
 from nanok3.model.decoder import K3
+from nanok3.quant.qat import QAT
 from nanok3.train.checkpoint import checkpoints, save_checkpoint
 from nanok3.train.loss import IGNORE, count_targets, cross_entropy, step_loss
 from nanok3.train.machine import matmul_rate
@@ -116,6 +118,7 @@ class Trainer:
         self.optimizer = K3Optimizer(model, rules)
         self.balancer = QuantileBalancer(model, update_bias=s.balance)
         self.clip = QKClip(model, threshold=s.qk_clip_threshold, every=s.qk_clip_every)
+        self.qat = QAT(model, s.qat, s.qat_scale_rule)
         self.progress = Progress()
         self.track = Tracker(run, s.tensorboard, s.wandb, config)
         self.batches = iter(loader)
@@ -137,13 +140,15 @@ class Trainer:
         self.model.train()
         batches = [next(self.batches).to(self.device) for _ in range(self.settings.accumulate)]
         tokens = sum(count_targets(b.targets) for b in batches)
-        loss = sum(self._backward(batch, tokens) for batch in batches) / max(tokens, 1)
+        with self.qat.projected():
+            loss = sum(self._backward(batch, tokens) for batch in batches) / max(tokens, 1)
         vision = self._vision_grad_norm()
         grad_norm = float(nn.utils.clip_grad_norm_(self._parameters(), self.settings.grad_clip, foreach=True))
         ids = [i for b in batches for i in b.ids]
         self._check(loss, grad_norm, ids)
         self.optimizer.lr = self.learning_rate()
         self.optimizer.step()
+        self.qat.stepped()
         self.optimizer.zero_grad()
         loads = self.balancer.step()
         logits = self.clip.step()
@@ -310,30 +315,35 @@ class Trainer:
 
     def _sample(self) -> None:
         if self.sample is not None:
-            for prompt, text in self.sample(self.model):
+            with self.qat.projected():
+                said = self.sample(self.model)
+            for prompt, text in said:
                 self.track.write("sample", self.progress.step, prompt=prompt, text=text)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Mean loss and bits per byte of each validation slice, without touching the observers."""
+        """Mean loss and bits per byte of each validation slice, without touching the observers; with `qat` those of the
+        model as it will be served."""
         self.model.eval()
-        slices = {}
-        for name, batches in self.validation.items():
-            nats, tokens, size = 0.0, 0, 0
-            for batch in (b.to(self.device) for b in batches):
-                hidden = self.model.hidden_states(batch.input_ids.view(1, -1), cu_seqlens=batch.cu_seqlens)
-                loss_sum, n = cross_entropy(hidden, self.model.lm_head.weight, batch.targets.view(1, -1))
-                nats, tokens = nats + float(loss_sum), tokens + n
-                size += int(self.bytes_of[batch.targets.clamp(min=0)][batch.targets >= 0].sum())
-            bits = nats / math.log(2)
-            slices[name] = {
-                "loss": nats / max(tokens, 1),
-                "bits_per_byte": bits / max(size, 1),
-                "tokens": tokens,
-                "bytes": size,
-            }
+        with self.qat.projected():
+            slices = {name: self._score(batches) for name, batches in self.validation.items()}
         self.model.train()
         return slices
+
+    def _score(self, batches: list[Batch]) -> dict[str, float]:
+        nats, tokens, size = 0.0, 0, 0
+        for batch in (b.to(self.device) for b in batches):
+            hidden = self.model.hidden_states(batch.input_ids.view(1, -1), cu_seqlens=batch.cu_seqlens)
+            loss_sum, n = cross_entropy(hidden, self.model.lm_head.weight, batch.targets.view(1, -1))
+            nats, tokens = nats + float(loss_sum), tokens + n
+            size += int(self.bytes_of[batch.targets.clamp(min=0)][batch.targets >= 0].sum())
+        bits = nats / math.log(2)
+        return {
+            "loss": nats / max(tokens, 1),
+            "bits_per_byte": bits / max(size, 1),
+            "tokens": tokens,
+            "bytes": size,
+        }
 
     # ------------------------------------------------------------------ state
 

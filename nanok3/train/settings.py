@@ -37,6 +37,10 @@ class TrainSettings:
     precision: str = "auto"
     """Of the forward and backward: float32, bfloat16, or auto (bfloat16 where its products are faster). Masters,
     gates, scores, norms and states stay float32."""
+    qat: str = "off"
+    """Quantization-aware training of the routed experts: off, w4a16 (weights in MXFP4), w4a8 (inputs in MXFP8 too)."""
+    qat_scale_rule: str = "ceil"
+    """How a block of 32 gets its power of two: ceil (nothing cut off), floor or even; of export and serving too."""
     balance: bool = True
     """Quantile Balancing of the experts (report 2.3)."""
     qk_clip_threshold: float = 100.0
@@ -90,3 +94,7 @@ class TrainSettings:
             raise ValueError(f"optimizer is {self.optimizer!r}; allowed: 'muon', 'adamw'")
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"precision is {self.precision!r}; allowed: 'auto', 'float32', 'bfloat16'")
+        if self.qat not in ("off", "w4a16", "w4a8"):
+            raise ValueError(f"qat is {self.qat!r}; allowed: 'off', 'w4a16', 'w4a8'")
+        if self.qat_scale_rule not in ("ceil", "floor", "even"):
+            raise ValueError(f"qat_scale_rule is {self.qat_scale_rule!r}; allowed: 'ceil', 'floor', 'even'")
