@@ -245,7 +245,8 @@ def routed_sorted(experts: Experts | PackedExperts, z: Float[Tensor, "n L"], rou
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
     by_token = at_least_float32(out.index_select(0, place)).view(tokens, per_token, -1)
-    return torch.einsum("nk,nkl->nl", routing.weights.to(by_token.dtype), by_token).to(z.dtype)
+    # No einsum: torch would make a batch of tiny products of it, one a token.
+    return (routing.weights.to(by_token.dtype).unsqueeze(-1) * by_token).sum(1).to(z.dtype)
 
 
 class LatentMoE(nn.Module):
