@@ -1,4 +1,5 @@
-"""Linear layers, grouped experts and causal attention: our kernels beside torch, with the share of the measured peak.
+"""Linear layers, grouped experts, causal attention and Newton-Schulz: our kernels beside torch, with the share of the
+measured peak.
 
     python bench/linear.py --threads 1
 
@@ -6,6 +7,8 @@
     experts     the routed experts of a layer for inference; torch sorts the tokens and runs three grouped products
     training    a grouped product with both gradients
     attention   causal attention of a prompt; torch with values padded to the keys' width
+    training attention   the same with gradients, of packed documents; work counts the scores made again
+    Newton-Schulz   five steps on a stack of matrices; work is that of the plain form, of which ours does less
 
 Ours reads bf16 and MXFP4 as stored and sums in float32, so one peak, the float32 multiply-adds of a core, serves all
 rows. Torch's bf16 is timed only where the processor has instructions for it, or with `--slow`: it takes 60 times as
@@ -24,9 +27,10 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from nanok3.kernels import attention_cpu, linear_cpu, native, roofline
+from nanok3.kernels import attention_cpu, linear_cpu, native, newton_schulz_cpu, roofline
 from nanok3.model.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from nanok3.model.situ import situ_glu
+from nanok3.train.muon import COEFFICIENTS, newton_schulz_torch
 
 Contenders = dict[str, Callable[[], Tensor]]
 
@@ -127,13 +131,48 @@ def attention_cases() -> Iterator[Case]:
         q, k, v = (torch.randn(1, tokens, heads, c) for c in (width, width, values))
         work = tokens * (tokens + 1) * heads * (width + values)
 
-        def padded(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            a, b, c = (x.transpose(1, 2) for x in (q, k, F.pad(v, (0, width - values))))
-            o = F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=0.1)
-            return o[..., :values].transpose(1, 2)
-
+        padded = lambda q=q, k=k, v=v: padded_attention(q, k, v)  # noqa: E731
         ours = lambda q=q, k=k, v=v: attention_cpu.causal_attention(q, k, v, 0.1)  # noqa: E731
         yield Case(f"attention {tokens} tokens", work, {"ours": ours, "torch": padded})
+
+
+def attention_training_cases() -> Iterator[Case]:
+    for documents, length, heads, width, values in ((5, 400, 2, 96, 64), (1, 2048, 4, 96, 64), (1, 2048, 4, 192, 128)):
+        tokens = documents * length
+        leaves = [torch.randn(1, tokens, heads, c, requires_grad=True) for c in (width, width, values)]
+        bounds, d_o = torch.arange(0, tokens + 1, length), torch.randn(1, tokens, heads, values)
+        work = tokens * (length + 1) * heads * (4 * width + 3 * values)
+
+        def gradients(form: Callable[..., Tensor], leaves: list[Tensor] = leaves, d_o: Tensor = d_o) -> Tensor:
+            return torch.cat([g.flatten() for g in torch.autograd.grad(form(*leaves), leaves, d_o)])
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor = bounds) -> Tensor:
+            return attention_cpu.causal_attention(q, k, v, 0.1, bounds)
+
+        def torchs(q: Tensor, k: Tensor, v: Tensor, length: int = length) -> Tensor:
+            parts = [padded_attention(*document) for document in zip(*(x.split(length, 1) for x in (q, k, v)))]
+            return torch.cat(parts, 1)
+
+        forms = {"ours": lambda f=gradients, p=ours: f(p), "torch": lambda f=gradients, p=torchs: f(p)}
+        yield Case(f"training attention {documents} x {length}, {heads} x {width}, {values}", work, forms)
+
+
+def padded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Values filled up to the keys' width, as torch's fused attention on a CPU wants it."""
+    a, b, c = (x.transpose(1, 2) for x in (q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1]))))
+    o = F.scaled_dot_product_attention(a, b, c, is_causal=True, scale=0.1)
+    return o[..., : v.shape[-1]].transpose(1, 2)
+
+
+def newton_schulz_cases() -> Iterator[Case]:
+    for n, rows, columns in ((192, 64, 64), (36, 64, 128), (256, 96, 128), (16, 128, 128), (2, 608, 128)):
+        stack, small = torch.randn(n, rows, columns), min(rows, columns)
+        work = 5 * n * small**2 * (4 * max(rows, columns) + 2 * small)
+        forms: Contenders = {
+            "ours": lambda G=stack: newton_schulz_cpu.newton_schulz(G, 5, COEFFICIENTS),
+            "torch": lambda G=stack: newton_schulz_torch(G),
+        }
+        yield Case(f"Newton-Schulz {n} x {rows} x {columns}", work, forms, 1e-4)
 
 
 def check(case: Case) -> None:
@@ -143,7 +182,7 @@ def check(case: Case) -> None:
 
 
 def main(options: Options) -> None:
-    for library in ("linear", "attention", "situ"):
+    for library in ("linear", "attention", "situ", "newton_schulz"):
         if not native.available(library):
             raise SystemExit(f"no C++ compiler builds the {library} kernel here")
     torch.set_num_threads(options.threads)
@@ -156,6 +195,7 @@ def main(options: Options) -> None:
     bf16 = options.slow or not linear_cpu.preferred(torch.bfloat16)
     table = harness.Table()
     cases = [*linear_cases(bf16), *expert_cases(), *training_cases(), *attention_cases()]
+    cases += [*attention_training_cases(), *newton_schulz_cases()]
     for case in cases:
         with torch.set_grad_enabled(case.name.startswith("training")):
             check(case)
