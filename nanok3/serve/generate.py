@@ -12,6 +12,9 @@ no end token. Ids without a name in the tokenizer, whose embeddings nothing has 
 On a CPU a token after the prompt is read by one native call (model/native_decode.py) where the model allows it, else by
 torch.
 
+Pictures stand where the prompt has a placeholder for each, or before a text that has none, with a newline between, as
+in captions (docs/formats.md). What the model sees of one is computed once, and spliced into the chunks it falls into.
+
 Ours: training texts begin without any token before them, so a prompt is read as it is; for an empty prompt, which would
 leave nothing to read, the model reads the document boundary [EOS].
 """
@@ -26,20 +29,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from nanok3.data.chat import IMAGE_PLACEHOLDER
+from nanok3.data.images import Image, Source, preprocess_image
 from nanok3.data.tokenizer import StreamDecoder, Tokenizer
 from nanok3.model.basics import at_least_float32
 from nanok3.model.cache import ModelState
 from nanok3.model.decoder import K3
 from nanok3.model.native_decode import NativeDecoder
+from nanok3.serve.pictures import Shown, eyes_of, show
 from nanok3.serve.sampler import SamplingParams, TokenCounts, new_generator, sample
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt read at once."""
+
+Images: TypeAlias = "Sequence[Source | Image | Shown]"
+"""Files, bytes, data URLs, prepared pictures; or pictures that have their places (pictures.show), for a prompt that
+begins in the middle of one."""
 
 
 @dataclass(frozen=True)
@@ -138,18 +149,22 @@ class Generation:
         state: ModelState | None,
         prefill_chunk: int,
         generator: torch.Generator | None,
+        images: Images,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
         self.model, self.params, self.chunk = model, params, prefill_chunk
         self.state = model.new_state(1) if state is None else state
+        self.eyes = eyes_of(model)
+        prompt, self.pictures = with_images(model, tokenizer, prompt, images, self.state.tokens)
         self.prompt = prompt_ids(model, tokenizer, prompt, self.state)
         self.limit = min(params.max_tokens, room(model, self.state, self.prompt))
         self.generator = new_generator(params.seed) if generator is None else generator
         self.decoder = NativeDecoder.of(model)
         """Reads single tokens; where it is the reason why there is none, torch does."""
         self.ends = {tokenizer.eos_id, tokenizer.end_of_msg_id, *params.stop_ids}
-        self.forbidden = torch.tensor(unnamed_ids(tokenizer, model.cfg.vocab_size), dtype=torch.int64)
+        unsaid = unnamed_ids(tokenizer, model.cfg.vocab_size) + ([] if self.eyes is None else [self.eyes.pad])
+        self.forbidden = torch.tensor(unsaid, dtype=torch.int64)
         self.counts = TokenCounts.of(self.prompt, model.cfg.vocab_size) if params.counts_tokens else None
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -204,10 +219,14 @@ class Generation:
     def _read(self, ids: list[int]) -> Float[Tensor, " vocab"]:
         """Logits after `ids`; the state has read them. Ids that may not be said are at -inf."""
         tokens = torch.tensor([ids], device=self.model.lm_head.weight.device)
-        if len(ids) == 1 and isinstance(self.decoder, NativeDecoder):
+        shown = any(picture.start <= self.state.tokens < picture.end for picture in self.pictures)
+        if len(ids) == 1 and not shown and isinstance(self.decoder, NativeDecoder):
             logits = self.decoder.step_state(tokens, self.state).logits[0]
         else:
-            final = self.model.hidden_states(tokens, state=self.state)
+            if self.eyes is None:
+                final = self.model.hidden_states(tokens, state=self.state)
+            else:
+                final = self.eyes.hidden_states(tokens, self.pictures, self.state, self)
             logits = at_least_float32(self.model.lm_head(final[:, -1:])[0, 0]).cpu()
         return logits.index_fill(0, self.forbidden, -torch.inf)
 
@@ -241,14 +260,17 @@ def stream(
     state: ModelState | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     generator: torch.Generator | None = None,
+    images: Images = (),
 ) -> Generation:
     """An iterator over pieces of the answer to `prompt`, text or ids; the work is done as it is read.
 
     state: read on from it (it is advanced; one sequence); with one, an empty prompt is an error. generator: random
-    numbers shared with other calls, instead of fresh ones from params.seed. ValueError for a prompt that does not fit
-    into the context or into the vocabulary.
+    numbers shared with other calls, instead of fresh ones from params.seed. images: pictures for the placeholders of
+    the prompt (`<|kimi_image_placeholder|>` in a text, the media pad among ids), or before a text without any.
+    ValueError for a prompt that does not fit into the context or into the vocabulary, for pictures that cannot be read,
+    and where their number is not that of the placeholders.
     """
-    return Generation(model, tokenizer, prompt, params or SamplingParams(), state, prefill_chunk, generator)
+    return Generation(model, tokenizer, prompt, params or SamplingParams(), state, prefill_chunk, generator, images)
 
 
 def generate(
@@ -260,10 +282,11 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     generator: torch.Generator | None = None,
+    images: Images = (),
 ) -> Completion:
     """The whole answer; arguments as in `stream`. `on_text` gets each piece as it comes, together the answer's text.
     Ctrl-C ends it with what was said so far and finish_reason 'interrupted'; the state stays usable."""
-    running = stream(model, tokenizer, prompt, params, state, prefill_chunk, generator)
+    running = stream(model, tokenizer, prompt, params, state, prefill_chunk, generator, images)
     show = on_text or (lambda piece: None)
     try:
         for piece in running:
@@ -284,6 +307,49 @@ def prompt_ids(model: K3, tokenizer: Tokenizer, prompt: str | Sequence[int], sta
     outside = [token for token in ids if not 0 <= token < model.cfg.vocab_size]
     if outside:
         raise ValueError(f"the prompt holds id {outside[0]}; the model's ids are 0 to {model.cfg.vocab_size - 1}")
+    return ids
+
+
+def with_images(
+    model: K3, tokenizer: Tokenizer, prompt: str | Sequence[int], images: Images, start: int = 0
+) -> tuple[str | Sequence[int], tuple[Shown, ...]]:
+    """The ids of a prompt with pictures, a pad for each of their rows, and where they stand; a text without any as it
+    is. start: tokens that were read before."""
+    if not model.cfg.has_vision:
+        if images:
+            raise ValueError("images: this model has no vision tower and reads text only; allowed: none")
+        return prompt, ()
+    if not images and isinstance(prompt, str):
+        return prompt, ()
+    pad = model.cfg.media_placeholder_token_id
+    assert pad is not None
+    placed = tuple(image for image in images if isinstance(image, Shown))
+    if placed:
+        end, pads = start + len(prompt), list(prompt).count(pad)
+        rows = sum(max(0, min(end, image.end) - max(start, image.start)) for image in placed)
+        if pads != rows:
+            raise ValueError(f"the prompt has {pads} placeholders (id {pad}), the images have {rows} rows there")
+        return prompt, placed
+    opened = [_opened(image) for image in images if not isinstance(image, Shown)]
+    ids = _text_with_images(tokenizer, prompt, opened) if isinstance(prompt, str) else list(prompt)
+    return show(ids, opened, pad, start)
+
+
+def _opened(image: Source | Image) -> Image:
+    return image if isinstance(image, Image) else preprocess_image(image)
+
+
+def _text_with_images(tokenizer: Tokenizer, text: str, images: Sequence[Image]) -> list[int]:
+    """Each picture's block in the place of its placeholder, or all before the text and a newline."""
+    pieces = text.split(IMAGE_PLACEHOLDER)
+    if len(pieces) == 1:
+        pieces = [*[""] * len(images), f"\n{text}"]
+    if len(pieces) != len(images) + 1:
+        wrong = f"the prompt has {len(pieces) - 1} placeholders {IMAGE_PLACEHOLDER} for {len(images)} images"
+        raise ValueError(f"{wrong}; allowed: one for each, or none")
+    ids = tokenizer.encode(pieces[0])
+    for image, piece in zip(images, pieces[1:], strict=True):
+        ids += tokenizer.encode(image.prompt, allow_special=True) + tokenizer.encode(piece)
     return ids
 
 

@@ -8,7 +8,8 @@ number of bytes after a thousand turns. A base model has no turns: what you type
 newline unless it begins with a blank, and the model continues; an empty line lets it go on.
 
 The ids are the record of the conversation: `history`, of which the state has read the first `state.tokens`. What an
-interrupted or finished answer left unread is read with the next turn; nothing is encoded twice.
+interrupted or finished answer left unread is read with the next turn; nothing is encoded twice. A picture stands in
+them as one placeholder a row, before the line that it goes with.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from typing import TYPE_CHECKING
 from nanok3.stages.generate import ModelFlags, SamplingFlags, printer, summary
 
 if TYPE_CHECKING:
+    from nanok3.data.images import Image
     from nanok3.serve.generate import Completion
+    from nanok3.serve.pictures import Shown
     from nanok3.serve.run_folder import OpenModel
     from nanok3.serve.sampler import SamplingParams
 
@@ -36,7 +39,7 @@ HELP = """\
 /seed N           start the random numbers anew
 /max-tokens N     length of an answer
 /save FILE        write the text so far to a file
-/image FILE       show the model a picture
+/image FILE       a picture for your next line, if the model sees
 /help, /quit
 Text is joined by a newline, or directly if it begins with a blank; an empty line lets the model go on. A line that
 begins with / is written with a second one. Ctrl-C ends an answer and keeps what was said; at the prompt it quits."""
@@ -60,31 +63,60 @@ class Chat:
 
         self.state = self.opened.model.new_state(1)
         self.history: list[int] = []
+        self.attached: list[Image] = []
+        """Pictures that go with the next line."""
+        self.pictures: list[Shown] = []
+        """Those in the history that may not have been read to their ends."""
         self.generator = new_generator(self.params.seed)
 
     @property
     def text(self) -> str:
-        return self.opened.tokenizer.decode(self.history)
+        """What was said; of a picture one placeholder."""
+        pad = self.opened.model.cfg.media_placeholder_token_id if self.opened.model.cfg.has_vision else None
+        pairs = zip([None, *self.history], self.history)
+        return self.opened.tokenizer.decode([token for before, token in pairs if token != pad or before != pad])
 
     def say(self, line: str, show: Callable[[str], None]) -> Completion:
         """Add the user's line and let the model continue. ValueError if there is nothing to read or no room left."""
         from nanok3.serve.generate import generate, room
 
         model, tokenizer, read = self.opened.model, self.opened.tokenizer, self.state.tokens
-        ids = self.history[read:] + tokenizer.encode(self._joined(line))
+        new, shown = self._encoded(line)
+        ids = self.history[read:] + new
         if not ids and read:
             raise ValueError("the text ends here; type something, or /reset")
         ids = ids or [tokenizer.eos_id]  # nothing at all: a document begins
         room(model, self.state, ids)  # a line that does not fit changes nothing
         self.history[read:] = ids
-        completion = generate(model, tokenizer, ids, self.params, self.state, show, generator=self.generator)
+        self.attached = []
+        self.pictures = [picture for picture in self.pictures if picture.end > read] + list(shown)
+        completion = generate(
+            model, tokenizer, ids, self.params, self.state, show, generator=self.generator, images=self.pictures
+        )
         ended = completion.ids[-1:] in ([tokenizer.eos_id], [tokenizer.end_of_msg_id])
         self.history += completion.ids[:-1] if ended else completion.ids  # without its end, the text can go on
         return completion
 
+    def _encoded(self, line: str) -> tuple[list[int], tuple[Shown, ...]]:
+        from nanok3.serve.pictures import show
+
+        model, tokenizer = self.opened.model, self.opened.tokenizer
+        if not self.attached:
+            return tokenizer.encode(self._joined(line)), ()
+        ids = tokenizer.encode("\n" if self._begun else "")
+        for image in self.attached:
+            ids += tokenizer.encode(image.prompt, allow_special=True)
+        assert model.cfg.media_placeholder_token_id is not None
+        return show(
+            ids + tokenizer.encode(f"\n{line}"), self.attached, model.cfg.media_placeholder_token_id, len(self.history)
+        )
+
+    @property
+    def _begun(self) -> bool:
+        return bool(self.history) and not self.text.endswith("\n")
+
     def _joined(self, line: str) -> str:
-        begun = bool(self.history) and not self.text.endswith("\n")
-        return "\n" + line if line and begun and not line[0].isspace() else line
+        return "\n" + line if line and self._begun and not line[0].isspace() else line
 
 
 def main(args: ChatArgs) -> None:
@@ -158,7 +190,7 @@ def command(chat: Chat, line: str) -> str:
             case "/save":
                 return save(chat, value)
             case "/image":
-                return image(chat)
+                return image(chat, value)
             case _:
                 return f"(unknown command {name}; /help lists them, // begins a text with a slash)"
     except ValueError as error:
@@ -179,8 +211,17 @@ def save(chat: Chat, name: str) -> str:
     return f"(saved {len(chat.history)} tokens to {name})"
 
 
-def image(chat: Chat) -> str:
-    """Why no picture is read."""
-    if chat.opened.model.cfg.has_vision:
-        return "(this model can see, but chat cannot show it pictures)"
-    return "(this model has no vision tower; pictures need a model that has one)"
+def image(chat: Chat, name: str) -> str:
+    """Take a picture for the next line. ValueError for a file that is none."""
+    from nanok3.data.images import preprocess_image
+
+    if not chat.opened.model.cfg.has_vision:
+        return "(this model has no vision tower; pictures need a model that has one)"
+    if not name:
+        return "(/image needs the name of a file)"
+    try:
+        found = preprocess_image(Path(name).expanduser())
+    except ImportError as error:
+        return f"(/image: {error})"
+    chat.attached.append(found)
+    return f"(a picture of {found.size[0]} x {found.size[1]}, {found.tokens} tokens, goes with your next line)"

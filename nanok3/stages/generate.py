@@ -1,6 +1,7 @@
 """`nanok3 generate`: continue one prompt, or a file of them, each as if it were alone.
 
     nanok3 generate runs/x "Once upon a time" --max-tokens 100
+    nanok3 generate runs/x "A picture of" --image cat.png           for a model that sees
     nanok3 generate runs/x --prompts-file prompts.jsonl --out answers.jsonl      --resume after an interrupt
 
 Text goes to stdout as it is said, everything else to stderr, so a pipe gets the text only. With --out the answers are
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 if TYPE_CHECKING:
+    from nanok3.data.images import Image
     from nanok3.serve.generate import Completion
     from nanok3.serve.run_folder import OpenModel
     from nanok3.serve.sampler import SamplingParams
@@ -97,6 +99,9 @@ class GenerateArgs(SamplingFlags, ModelFlags):
     """The prompt, as a flag."""
     prompts_file: Path | None = None
     """Many prompts: a line each, or .jsonl with a field `prompt`."""
+    image: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """A picture for one prompt; may be given several times. It stands before the text, or where the prompt has
+    `<|kimi_image_placeholder|>`."""
     prefill_chunk: int = 512
     """Prompt tokens read at once; less saves memory."""
     json: bool = False
@@ -112,6 +117,7 @@ def main(args: GenerateArgs) -> None:
     params, prompts = args.sampling(), read_prompts(args)
     if args.resume and args.out is None:
         raise ValueError("--resume goes on with an --out file; give --out too")
+    images = read_images(args)
     answers = Answers(args.out, prompts, settings(args, params), args.seed is None, args.resume) if args.out else None
     if answers is not None:
         params = replace(params, seed=answers.settings["seed"])
@@ -122,7 +128,7 @@ def main(args: GenerateArgs) -> None:
             if answers is None or not answers.has(index):
                 if len(prompts) > 1:
                     print(f"[{index + 1}/{len(prompts)}] {prompt!r}", file=sys.stderr)
-                done.append(answer(args, opened, index, prompt, params, answers))
+                done.append(answer(args, opened, index, prompt, params, answers, images))
                 if done[-1].finish_reason == "interrupted":
                     raise KeyboardInterrupt
         if answers is not None:
@@ -133,13 +139,19 @@ def main(args: GenerateArgs) -> None:
 
 
 def answer(
-    args: GenerateArgs, opened: OpenModel, index: int, prompt: str, params: SamplingParams, answers: Answers | None
+    args: GenerateArgs,
+    opened: OpenModel,
+    index: int,
+    prompt: str,
+    params: SamplingParams,
+    answers: Answers | None,
+    images: list[Image],
 ) -> Completion:
     """Answer one prompt and put it where the flags say."""
     from nanok3.serve.generate import generate
 
     show = None if args.json or answers else printer()
-    completion = generate(opened.model, opened.tokenizer, prompt, params, None, show, args.prefill_chunk)
+    completion = generate(opened.model, opened.tokenizer, prompt, params, None, show, args.prefill_chunk, images=images)
     record = record_of(index, prompt, completion, settings(args, params))
     if answers is not None:
         answers.add(record)
@@ -159,6 +171,17 @@ def read_prompts(args: GenerateArgs) -> list[str]:
     if args.prompts_file is not None:
         return read_prompts_file(args.prompts_file)
     return [sys.stdin.read() if args.text == "-" else str(given[0]) if given else ""]
+
+
+def read_images(args: GenerateArgs) -> list[Image]:
+    """The pictures of the one prompt. ValueError for more prompts, and for a file that is no picture."""
+    if not args.image:
+        return []
+    if args.prompts_file is not None:
+        raise ValueError("image goes with one prompt; allowed: an argument or --prompt, without --prompts-file")
+    from nanok3.data.images import preprocess_image
+
+    return [preprocess_image(path) for path in args.image]
 
 
 def read_prompts_file(path: Path) -> list[str]:
@@ -193,7 +216,8 @@ def _prompt_field(path: Path, number: int, line: str) -> str:
 def settings(args: GenerateArgs, params: SamplingParams) -> dict[str, Any]:
     """What an answer depends on, beside the prompt."""
     sampling = {f.name: getattr(params, f.name) for f in fields(SamplingFlags)}
-    return {"model": str(args.model), "dtype": args.dtype, **sampling, "stop": list(params.stop)}
+    images = {"image": [str(path) for path in args.image]} if args.image else {}
+    return {"model": str(args.model), "dtype": args.dtype, **sampling, "stop": list(params.stop), **images}
 
 
 def record_of(index: int, prompt: str, completion: Completion, settings: dict[str, Any]) -> dict[str, Any]:

@@ -263,6 +263,7 @@ def open_real(args: ServeArgs) -> Opened:
     tokenizer = opened.tokenizer if args.tokenizer is None else Tokenizer.load(args.tokenizer)
     forbidden = unnamed_ids(tokenizer, opened.model.cfg.vocab_size)
     runner = Runner(opened.model, memory_bytes(args.memory, opened.model.lm_head.weight.device), args.page_tokens)
+    forbidden += [] if runner.media_pad is None else [runner.media_pad]  # an answer has no pictures
     return runner, tokenizer, forbidden, sentences_of(args, opened.folder)
 
 
