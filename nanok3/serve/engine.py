@@ -263,8 +263,11 @@ class Engine:
             if not self.pixels.has_room(job.pictures, self.settings.picture_bytes):
                 raise Overloaded(f"requests with {self.pixels.bytes} bytes of pictures are waiting", 2.0)
             self.pixels.hold(job.pictures)
-            self._inbox.append(self._running(job))
+            running = self._running(job)
+            self._inbox.append(running)
             self._changed.notify()
+        if self.offload is not None:
+            self.offload.store.read_ahead(running.sequence.keys.keys)
 
     def cancel(self, job: Job) -> None:
         """Its reader has gone: end it at the next step."""

@@ -1,5 +1,6 @@
 """Prefixes that were evicted and come back: whole or not at all, and never wrong."""
 
+import os
 import random
 import shutil
 import struct
@@ -349,6 +350,18 @@ def test_many_at_once_with_too_few_pages(model, tmp_path):
     for prompt, reader in zip(several, readers):
         is_the_models_own(model, prompt, reader)
     assert engine.offload.restored > 0
+
+
+def test_files_are_read_ahead_when_a_job_comes(model, tmp_path, monkeypatch):
+    engine, wanted = engine_for(model, Tier("it", memory=0, folder=tmp_path)), []
+    run(engine, job(range(2, 60)))
+    evict(engine)
+    engine.offload.store.settle()
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *rest: wanted.append(os.fstat(file).st_ino), raising=False)
+    engine.submit(job(range(100, 160)))
+    assert wanted == []
+    engine.submit(job(range(2, 60)))
+    assert sorted(wanted) == sorted(path.stat().st_ino for path in tmp_path.glob("*.unit")) and wanted
 
 
 def test_a_flush_forgets_the_tier_too(model, tmp_path):
