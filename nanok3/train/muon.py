@@ -402,7 +402,7 @@ class K3Optimizer:
             gradient = self._parameters[rule.name].grad
             assert gradient is not None
             momentum = rule.cut(self._momentum[rule.name])[i]
-            part.copy_(rule.cut(gradient.contiguous())[i].add(momentum, alpha=self.settings.momentum))
+            torch.add(rule.cut(gradient.contiguous())[i], momentum, alpha=self.settings.momentum, out=part)
         O = newton_schulz(N, self.settings.newton_schulz_steps)
         self.orthogonalised += len(O)
         size = 0.2 * max(rows, columns) ** 0.5
