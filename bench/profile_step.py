@@ -76,6 +76,7 @@ KERNELS = {
     "situ_cpu": SMALL,
     "attn_res_cpu": SMALL,
     "attention_cpu": ATTENTION,
+    "newton_schulz_cpu": OPTIMIZER,
 }
 """The part of each kernel; `linear` is told from the experts by its name, the decoder is a part of its own."""
 OPERATORS = {
