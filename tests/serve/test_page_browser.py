@@ -539,6 +539,48 @@ def test_a_picture_is_pasted_where_the_model_sees(chromium, server):
     page.close()
 
 
+DROP = """new Promise((done) => {
+  const canvas = Object.assign(document.createElement('canvas'), {width: 60, height: 30});
+  canvas.toBlob((blob) => {
+    const data = new DataTransfer();
+    for (let k = 1; k <= 11; k += 1) data.items.add(new File([blob], `d${k}.webp`, {type: 'image/webp'}));
+    const large = new File(['x'], 'large.png', {type: 'image/png'});
+    Object.defineProperty(large, 'size', {value: 60e6});
+    data.items.add(large);
+    document.dispatchEvent(new DragEvent('dragover', {dataTransfer: data, cancelable: true}));
+    const shown = document.querySelector('#composer').classList.contains('drop');
+    Object.defineProperty(data, 'files', {value: [...data.files].slice(0, 11).concat(large)});
+    document.dispatchEvent(new DragEvent('drop', {dataTransfer: data, cancelable: true}));
+    done(shown);
+  }, 'image/webp');
+})"""
+
+
+def test_pictures_are_dropped_limited_and_taken_back(chromium, server):
+    server.model = {"id": "seer", "supports_image_in": True}
+    page = chromium.page(server.url)
+    page.until("!document.querySelector('#attach').hidden")
+    assert page.run(DROP), "the field shows where they go"
+    page.until("document.querySelectorAll('#pictures img').length == 10")
+    (said,) = texts(page, "#notice span")
+    assert "large.png has 60 MB; a picture may have 50 MB" in said and "at most 10 pictures" in said
+    assert page.run("document.querySelector('#pictures img').alt") == "Picture 1, d1.webp"
+    assert page.run("document.querySelector('#pictures button').ariaLabel") == "Remove picture 1, d1.webp"
+    for _ in range(9):
+        page.click("#pictures button")
+    assert page.run("document.activeElement.id") == "prompt"
+    server.replies = [Reply(says("A line."))]
+    page.press("Enter")  # a picture is enough
+    ended(page, 2)
+    (part,) = server.requests[0]["messages"][0]["content"]
+    url = part.pop("image_url")["url"]
+    assert part == {"type": "image_url"} and url.startswith("data:image/png;base64,"), (
+        "a still picture, without its name"
+    )
+    assert page.run("document.querySelector('.turn.user img').alt") == "Picture 1 of this message, d10.webp"
+    page.close()
+
+
 def test_a_model_that_does_not_see_gets_no_picture(page):
     assert page.run("document.querySelector('#attach').hidden")
     page.run(PASTE)

@@ -21,7 +21,7 @@ const conversations = new Map(store.all().map((one) => [one.id, one]));
 let current = [...conversations.values()][0] ?? store.create();
 let known = []; // models of the server
 let unknown = null; // Failure to list them
-let pictures = []; // data URLs to go with the next message
+let pictures = []; // {url, name}, to go with the next message
 const undos = []; // {restore, again}
 
 // ---------------------------------------------------------------------- turns
@@ -64,7 +64,7 @@ function replace(count, turns, why, asks = true) {
 function send() {
   const text = $("prompt").value;
   if (words(current) !== null || (!text.trim() && !pictures.length)) return;
-  const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  const parts = pictures.map(({ url, name }) => ({ type: "image_url", image_url: { url }, name }));
   const content = parts.length ? [...parts, ...(text.trim() ? [{ type: "text", text }] : [])] : text;
   $("prompt").value = "";
   $("notice").hidden = true;
@@ -258,14 +258,14 @@ function drawConversations() {
 }
 
 function drawPictures() {
-  const rows = pictures.map((src, k) => {
-    const gone = element("button", { type: "button", textContent: "×", ariaLabel: `Remove picture ${k + 1}` });
+  const rows = pictures.map(({ url: src, name }, k) => {
+    const gone = element("button", { type: "button", textContent: "×", ariaLabel: `Remove picture ${k + 1}, ${name}` });
     gone.onclick = () => {
       pictures.splice(k, 1);
       drawPictures();
       $("prompt").focus();
     };
-    return element("li", {}, element("img", { src, alt: `Picture ${k + 1}` }), gone);
+    return element("li", {}, element("img", { src, alt: `Picture ${k + 1}, ${name}`, title: name }), gone);
   });
   $("pictures").replaceChildren(...rows);
 }
@@ -308,11 +308,14 @@ async function listModels() {
 async function take(files) {
   if (!files.length) return;
   if (!sees(model())) return notice("This model does not see pictures.");
-  const { urls, wrong } = await picturesIn(files);
-  pictures = [...pictures, ...urls];
-  if (pictures.length > MAX_PICTURES) notice(`A message holds at most ${MAX_PICTURES} pictures.`);
-  else if (wrong.length) notice(`${wrong.join(", ")} is no picture that can be read; PNG, JPEG, WebP and GIF are.`);
-  pictures = pictures.slice(0, MAX_PICTURES);
+  const conversation = current;
+  const { found, wrong } = await picturesIn(files);
+  if (conversation !== current) return; // they were meant for another one
+  pictures = [...pictures, ...found];
+  const room = MAX_PICTURES - current.turns.flatMap(({ message }) => store.picturesOf(message)).length;
+  if (pictures.length > room) wrong.push(`A conversation holds at most ${MAX_PICTURES} pictures.`);
+  if (wrong.length) notice(wrong.join(" "));
+  pictures = pictures.slice(0, room);
   drawPictures();
   $("prompt").focus();
 }
@@ -381,9 +384,14 @@ $("file").addEventListener("change", async () => {
   $("file").value = "";
 });
 document.addEventListener("paste", (event) => take([...event.clipboardData.files]));
-document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("dragover", (event) => {
+  event.preventDefault();
+  $("composer").classList.toggle("drop", sees(model()) && event.dataTransfer.types.includes("Files"));
+});
+document.addEventListener("dragleave", (event) => event.relatedTarget ?? $("composer").classList.remove("drop"));
 document.addEventListener("drop", (event) => {
   event.preventDefault();
+  $("composer").classList.remove("drop");
   take([...event.dataTransfer.files]);
 });
 $("log").addEventListener("scroll", onScroll);

@@ -66,7 +66,8 @@ export function textOf({ content }) {
 }
 
 export function picturesOf({ content }) {
-  return (Array.isArray(content) ? content : []).filter((part) => part.type === "image_url").map((part) => part.image_url.url);
+  const parts = (Array.isArray(content) ? content : []).filter((part) => part.type === "image_url");
+  return parts.map(({ image_url: { url }, name }) => ({ url, name }));
 }
 
 // What can be sent as it is, to any server of this API.
@@ -78,7 +79,13 @@ export function exported(conversation, model) {
 
 export function messages({ settings, turns }) {
   const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
-  return [...system, ...turns.map(({ message }) => message)];
+  return [...system, ...turns.map(({ message }) => sent(message))];
+}
+
+// The names of pictures are for the reader of this page.
+function sent(message) {
+  if (!Array.isArray(message.content)) return message;
+  return { ...message, content: message.content.map(({ name, ...part }) => part) };
 }
 
 // The key: in the tab, or, if it is to be kept, in the browser.

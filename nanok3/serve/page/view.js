@@ -35,7 +35,7 @@ export function item(turn, act) {
 const folded = () => element("details", { className: "thought", hidden: true }, element("summary"), element("div", { className: "text", dir: "auto" }));
 
 function pictureList(message) {
-  const all = picturesOf(message).map((src, k) => element("img", { src, alt: `Picture ${k + 1} of this message` }));
+  const all = picturesOf(message).map(({ url, name }, k) => element("img", { src: url, alt: `Picture ${k + 1} of this message${name ? `, ${name}` : ""}` }));
   return all.length ? [element("div", { className: "pictures" }, ...all)] : [];
 }
 
