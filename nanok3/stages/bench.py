@@ -2,7 +2,8 @@
 
     nanok3 bench                          what there is
     nanok3 bench kda fused --threads 2    run these
-    nanok3 bench quick                    a few minutes of them; `all` runs every one
+    nanok3 bench quick                    a few minutes of them
+    nanok3 bench all                      every one that can run here within an hour; the others are named with why
     nanok3 bench --report                 all figures so far as Markdown, for docs/log.md
 
 A benchmark is a script of bench/ that writes runs/bench/NAME.json; its own flags are those of the script
@@ -27,6 +28,17 @@ import tyro
 
 QUICK = ("kda", "fused", "linear", "decode", "startup")
 """A few minutes together."""
+TIMES = {
+    **dict.fromkeys(("decode", "fused", "linear", "startup"), "1 min"),
+    **dict.fromkeys(("kda", "profile_step", "serve"), "5 min"),
+    "gpu_check": "8 min",
+    **dict.fromkeys(("context", "inference", "train_step"), "<1 h"),
+    "qat": "hours",
+    "quality": "2.5 h",
+}
+"""Roughly, on two quiet cores, once the peers are there: building llama.cpp takes ten minutes more."""
+TOO_LONG = ("qat", "quality")
+"""For `all`: who wants them names them."""
 FOLDER = Path("runs/bench")
 
 
@@ -35,7 +47,8 @@ class BenchArgs:
     """Run the benchmarks of the checkout."""
 
     names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Which; `quick` for a few minutes of them, `all` for every one. Without a name they are listed."""
+    """Which; `quick` for a few minutes of them, `all` for every one that can run here within an hour. Without a name
+    they are listed with what each takes."""
     threads: int | None = None
     """CPU threads; each benchmark's own default when not given."""
     rounds: int | None = None
@@ -56,8 +69,11 @@ def main(args: BenchArgs) -> None:
     if args.report:
         print(report(args.json, checkout()), end="")
     elif not args.names:
-        print("\n".join(f"{name:12s} {about(script)}" for name, script in scripts.items()))
+        print("\n".join(f"{name:12s} {TIMES.get(name, ''):>5s}  {about(script)}" for name, script in scripts.items()))
     else:
+        for name in scripts if "all" in args.names else ():
+            if name not in args.names and (why := obstacle(name)):
+                print(f"skipped {name}: {why}")
         failed = [name for name in chosen(args.names, scripts) if not run(name, scripts[name], args)]
         if failed:
             print(f"failed: {', '.join(failed)}", file=sys.stderr)
@@ -90,12 +106,24 @@ def about(script: Path) -> str:
     return (ast.get_docstring(ast.parse(script.read_text("utf-8"))) or "").partition("\n")[0]
 
 
+def obstacle(name: str) -> str | None:
+    """Why `all` leaves a benchmark out here, or None."""
+    if name in TOO_LONG:
+        return f"it takes {TIMES[name]}; `nanok3 bench {name}` runs it"
+    if name == "gpu_check":
+        import torch
+
+        return None if torch.cuda.is_available() else "torch finds no GPU here"
+    return None
+
+
 def chosen(names: Sequence[str], scripts: dict[str, Path]) -> list[str]:
     """The names with `quick`, `all` and beginnings of one name only spelt out, each once. ValueError for any other."""
     wanted: list[str] = []
-    several = {"quick": [n for n in QUICK if n in scripts], "all": list(scripts)} | {n: [n] for n in scripts}
+    every = [n for n in scripts if obstacle(n) is None] if "all" in names else []
+    several = {"quick": [n for n in QUICK if n in scripts], "all": every} | {n: [n] for n in scripts}
     for name in names:
-        found = several.get(name) or [n for n in scripts if n.startswith(name)]
+        found = several[name] if name in several else [n for n in scripts if n.startswith(name)]
         if name not in several and len(found) != 1:
             raise ValueError(f"names holds {name!r}; allowed: quick, all, {', '.join(scripts)}")
         wanted += found

@@ -60,8 +60,37 @@ def test_names_are_spelt_out_once(folder):
     with pytest.raises(ValueError, match="names holds 'b'"):
         chosen(["b"], {**scripts, "both": folder})
     assert chosen(["quick"], {**scripts, "startup": folder, "kda": folder}) == ["kda", "startup"]
+    with pytest.raises(ValueError, match="names holds ''"):
+        chosen([""], scripts)
     with pytest.raises(ValueError, match="names holds 'nothing'; allowed: quick, all, bad, good"):
         chosen(["nothing"], scripts)
+
+
+def test_all_leaves_out_what_takes_hours_or_cannot_run_and_says_so(folder, capsys, monkeypatch):
+    """By its own name each runs."""
+    scripts = dict.fromkeys(("good", "quality", "gpu_check"), folder / "good.py")
+    monkeypatch.setattr(bench, "benchmarks", lambda _: scripts)
+    ran = []
+    monkeypatch.setattr(bench, "run", lambda name, *_: ran.append(name) or True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    main(BenchArgs(names=("all",)))
+    said = capsys.readouterr().out.splitlines()
+    assert ran == ["good"]
+    assert said == [
+        "skipped quality: it takes 2.5 h; `nanok3 bench quality` runs it",
+        "skipped gpu_check: torch finds no GPU here",
+    ]
+    main(BenchArgs(names=("all", "quality")))
+    assert ran == ["good", "good", "quality"] and "quality" not in capsys.readouterr().out
+
+
+def test_every_script_is_told_of_with_its_time():
+    """In the list, and as a row of docs/benchmarks.md."""
+    scripts = benchmarks(checkout())
+    assert bench.TIMES.keys() == scripts.keys() and set(bench.QUICK) < scripts.keys()
+    page = (checkout().parent / "docs" / "benchmarks.md").read_text()
+    missing = [name for name in scripts if f"| `{name}` | {bench.TIMES[name]} |" not in page]
+    assert not missing
 
 
 def test_flags_reach_the_script_and_threads_do_not_spin(folder):
