@@ -1,8 +1,10 @@
 """Decoding side by side: the whole stack in one native call, and torch operator by operator.
 
-    python bench/decode.py --model runs/peers/bench-s --batches 1 8 32 --depths 0 512 2048
+    python bench/decode.py --batches 1 8 32 --depths 0 512 2048
+    python bench/decode.py --model FOLDER
 
-The folder is a checkpoint in the official layout, read as it is stored unless --dtype says otherwise. Both contenders
+The folder is a checkpoint in the official layout, by default a random one that is made once (bench/random_k3.py), read
+as it is stored unless --dtype says otherwise. Both contenders
 start from the same states, which have read `depth` random tokens, and read the same tokens on; a step is one token of
 every sequence with the logits of all. Before anything is timed their logits are compared.
 
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import random_k3
 import torch
 import tyro
 from harness import Options as SharedOptions
@@ -31,13 +34,14 @@ from nanok3.model.latent_moe import Experts, PackedExperts
 from nanok3.model.native_decode import NativeDecoder
 from nanok3.model.weights import load
 
+MADE = Path("runs/bench/models/bench-s")
 PREFILL = 256
 """Tokens read at once on the way to a depth."""
 
 
 @dataclass
 class Options(SharedOptions):
-    model: Path = Path("runs/peers/bench-s")
+    model: Path | None = None
     dtype: Literal["stored", "float32"] = "stored"
     batches: list[int] = field(default_factory=lambda: [1, 8, 32])
     depths: list[int] = field(default_factory=lambda: [0, 512, 2048])
@@ -105,14 +109,17 @@ def check_equal(decoder: NativeDecoder, state: ModelState, ids: Tensor) -> None:
 def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
     clock = options.clock()
-    model = load(options.model, dtype=torch.float32 if options.dtype == "float32" else None)
+    folder = options.model or MADE
+    if options.model is None:
+        random_k3.write("bench-s", folder)
+    model = load(folder, dtype=torch.float32 if options.dtype == "float32" else None)
     decoder = NativeDecoder.of(model)
     if isinstance(decoder, str):
         raise SystemExit(f"no native decoding: {decoder}")
     bandwidth = roofline.read_bandwidth(options.threads, clock)
     assert bandwidth is not None
     print(machine_line(options.threads))
-    print(f"reading memory: {bandwidth / 1e9:.1f} GB/s; {options.model.name}, weights {options.dtype}")
+    print(f"reading memory: {bandwidth / 1e9:.1f} GB/s; {folder.name}, weights {options.dtype}")
     generator, table = torch.Generator().manual_seed(0), Table()
     for depth in options.depths:
         for batch in options.batches:
