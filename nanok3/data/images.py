@@ -221,7 +221,7 @@ def _read(source: str | os.PathLike[str] | bytes, limits: ImageLimits) -> tuple[
         data, announced = _read_data_url(source, limits)
         name = f"data URL ({announced}, {len(data)} bytes)"
     else:
-        data, name = _read_file(source, limits), os.fspath(source)
+        data, name = read_file(source, limits), os.fspath(source)
     if not data:
         raise ValueError(f"{name}: empty, no image in it")
     if len(data) > limits.file_bytes:
@@ -229,7 +229,9 @@ def _read(source: str | os.PathLike[str] | bytes, limits: ImageLimits) -> tuple[
     return data, name, announced
 
 
-def _read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
+def read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
+    """The content of a file, and one byte more than `limits.file_bytes` of a longer one. ValueError for what is no
+    readable regular file, and for addresses."""
     if "://" in str(path):
         raise ValueError(f"{path}: addresses are not fetched; pass a path, bytes or a base64 data URL")
     try:

@@ -10,6 +10,9 @@ epoch); consecutive documents of it, about two million tokens, are packed into r
 shuffled, drawn from (seed, source, epoch, group). Workers share the sequence: a step of w ranks takes the next
 w * batch_size rows, and rank r those whose place in the step is r modulo w. So the position is the same on every
 rank, and a run saved by 8 workers goes on with 3.
+
+Rows with pictures are rows of their sources, so a mixture's share of them falls on every step alike; a row holds at
+most `patches_per_row` patches (packing.py).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from nanok3.data.packing import Batch, Piece, collate, pack
+from nanok3.data.packing import Batch, Piece, check_fits, collate, rows_of
 from nanok3.data.prepared import TokenSource
 
 _GROUP_TOKENS = 1 << 21
@@ -30,8 +33,8 @@ _GROUP_TOKENS = 1 << 21
 class _Stream:
     """The rows of one source, epoch after epoch. Its position is three numbers: epoch, group, row."""
 
-    def __init__(self, source: TokenSource, seed: int, seq_len: int) -> None:
-        self.source, self.seq_len = source, seq_len
+    def __init__(self, source: TokenSource, seed: int, seq_len: int, patches_per_row: int | None) -> None:
+        self.source, self.seq_len, self.patches_per_row = source, seq_len, patches_per_row
         self.key = [seed, zlib.crc32(source.name.encode())]
         self.move_to(0, 0, 0)
 
@@ -48,7 +51,7 @@ class _Stream:
 
     def _pack_group(self) -> None:
         members = self.order[self.starts[self.group] : self.starts[self.group + 1]]
-        rows = pack(zip(members.tolist(), self.source.lengths[members].tolist(), strict=True), self.seq_len)
+        rows = rows_of(self.source, members, self.seq_len, self.patches_per_row)
         order = np.random.default_rng([*self.key, self.epoch, self.group]).permutation(len(rows))
         self.rows = [rows[number] for number in order]
 
@@ -83,7 +86,8 @@ class _Stream:
 
 class MixtureLoader:
     """Iterates over `Batch`es for ever. `weights` are the sources' shares of the rows and need not sum to one;
-    `batch_size` is per rank. Raises ValueError for a source without anything to predict."""
+    `batch_size` is per rank. Raises ValueError for a source without anything to predict, or with pictures in documents
+    longer than a row."""
 
     def __init__(
         self,
@@ -94,11 +98,17 @@ class MixtureLoader:
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        patches_per_row: int | None = None,
     ) -> None:
         _check(sources, weights, batch_size, seq_len, seed, rank, world)
+        for source in sources:
+            check_fits(source, seq_len)
+        if patches_per_row is not None and patches_per_row < 1:
+            raise ValueError(f"patches_per_row: {patches_per_row}; expected at least 1")
+        self.patches_per_row = patches_per_row
         self.batch_size, self.seq_len, self.seed, self.rank, self.world = batch_size, seq_len, seed, rank, world
         self.weights = [weight / sum(weights) for weight in weights]
-        self.streams = [_Stream(source, seed, seq_len) for source in sources]
+        self.streams = [_Stream(source, seed, seq_len, patches_per_row) for source in sources]
         self.taken = [0] * len(sources)
 
     def __iter__(self) -> MixtureLoader:
@@ -122,7 +132,9 @@ class MixtureLoader:
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same where a position is restored."""
+        with_pictures = any(stream.source.pictures for stream in self.streams)
         return {
+            **({"patches_per_row": self.patches_per_row} if with_pictures else {}),
             "seed": self.seed,
             "seq_len": self.seq_len,
             "weights": self.weights,

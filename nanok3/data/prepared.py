@@ -6,6 +6,10 @@
     validation/SOURCE-00000.bin, .npy
     validation/SOURCE.txt                the validation documents as text, end to end, for other compressors
 
+A source of pictures (pictures/kinds.py) has, in addition, the files of picture_shards.py beside each token shard, and
+
+    validation/SOURCE.jsonl              a line for each validation document: its questions with their answers, its keys
+
 A document is its ids and `[EOS]` (ours). The weights of the mixture are kept in the manifest and applied by the
 loader; preparing does not sample. Each source is read a second time here (`plan` was the first), so memory holds
 one batch and one shard, never a corpus.
@@ -25,31 +29,45 @@ import numpy as np
 
 from nanok3.data.corpus import Document, Report, log_skipped
 from nanok3.data.files import replacing, write_file
-from nanok3.data.plan import Plan, Source, kept_documents, plan
+from nanok3.data.picture_shards import PICTURE_SHARD, PictureShards, PictureWriter, StoredPicture, verify_pictures
+from nanok3.data.picture_sources import WORD_BYTES, check_mix, drawn, write_kind
+from nanok3.data.picture_text import PlacedPicture, media_pad_id
+from nanok3.data.pictures.document import Question
+from nanok3.data.pictures.kinds import PictureMix
+from nanok3.data.plan import Plan, Source, kept_documents, plan, training_texts
 from nanok3.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "validation")
 MANIFEST = "manifest.json"
 FORMAT = 1
+PICTURE_FORMAT = 2
+"""Of a folder with pictures, which programs that know only the first must not read as text."""
 _SHARD_TOKENS = 1 << 24
 _BATCH_CHARS = 4 << 20
 
 _SHARD = {"name": str, "documents": int, "tokens": int, "sha256": str}
 _SPLIT = {"documents": int, "bytes": int, "tokens": int, "shards": [_SHARD]}
 _ENTRY = {"weight": int | float, "train": _SPLIT, "validation": _SPLIT}
+_PICTURE_SPLIT = _SPLIT | {"pictures": int, "patches": int, "shards": [_SHARD | PICTURE_SHARD]}
+_PICTURE_ENTRY = _ENTRY | {"train": _PICTURE_SPLIT, "validation": _PICTURE_SPLIT}
 _MANIFEST = {"tokenizer": str, "vocab_size": int, "eos_id": int, "pad_id": int, "dtype": str, "sources": {}}
 
 
 class _SplitWriter:
-    """Writes one split of one source: ids into shards, and counts."""
+    """Writes one split of one source: ids into shards, and counts. `pictures` for one that has any."""
 
-    def __init__(self, folder: Path, source: str, split: str, dtype: np.dtype[Any]) -> None:
-        self.folder, self.source, self.split, self.dtype = folder, source, split, dtype
+    def __init__(
+        self, folder: Path, source: str, split: str, dtype: np.dtype[Any], pictures: PictureWriter | None = None
+    ) -> None:
+        self.folder, self.source, self.split, self.dtype, self.pictures = folder, source, split, dtype, pictures
         self.shards: list[dict[str, Any]] = []
         self.pending: list[np.ndarray] = []
         self.documents = self.bytes = self.tokens = self.pending_tokens = 0
 
-    def add(self, ids: list[int], size: int) -> None:
+    def add(self, ids: list[int], size: int, placed: Sequence[PlacedPicture] = ()) -> None:
+        for each in placed:
+            assert self.pictures is not None
+            self.pictures.add(len(self.pending), each)
         self.pending.append(np.array(ids, self.dtype))
         self.documents += 1
         self.bytes += size
@@ -76,6 +94,9 @@ class _SplitWriter:
                 "sha256": hashlib.sha256(content).hexdigest(),
             }
         )
+        if self.pictures is not None:
+            self.shards[-1] |= self.pictures.flush(self.folder / name)
+            self.pictures = PictureWriter()
         self.pending, self.pending_tokens = [], 0
 
     def summary(self) -> dict[str, Any]:
@@ -83,6 +104,7 @@ class _SplitWriter:
             "documents": self.documents,
             "bytes": self.bytes,
             "tokens": self.tokens,
+            **({name: sum(s[name] for s in self.shards) for name in ("pictures", "patches")} if self.pictures else {}),
             "shards": self.shards,
         }
 
@@ -123,6 +145,27 @@ def _write_source(plan: Plan, tokenizer: Tokenizer, folder: Path, seed: int) -> 
     }
 
 
+def _write_pictures(
+    mix: PictureMix,
+    plans: Sequence[Plan],
+    tokenizer: Tokenizer,
+    folder: Path,
+    validation: float,
+    seed: int,
+    cache: Path | None,
+) -> dict[str, Any]:
+    """All kinds of a mix; returns their part of the manifest."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    weights = mix.weights(sum(plan.source.weight for plan in plans))
+    written = {}
+    for kind, documents in drawn(mix, training_texts(plans, WORD_BYTES, seed), validation, seed, cache).items():
+        writers = {split: _SplitWriter(folder, kind, split, dtype, PictureWriter()) for split in SPLITS}
+        write_kind(kind, documents, tokenizer, folder, writers)
+        counts = {split: writer.summary() for split, writer in writers.items()}
+        written[kind] = {"weight": weights[kind], "duplicates": 0, "skipped": 0, "left_out": 0, **counts}
+    return written
+
+
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smallest of uint16 and uint32 that holds every id, little-endian."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
@@ -147,12 +190,16 @@ def prepare(
     cache: Path | None = None,
     report: Report = log_skipped,
     progress: Callable[[str], None] = lambda step: None,
+    pictures: PictureMix | None = None,
 ) -> dict[str, Any]:
     """Write the folder described above and return its manifest. An interrupted run leaves a folder without a
-    manifest, which the loader refuses; the next run writes it anew. Arguments as for `plan`. Raises ValueError if
-    `out` holds a source or lies in one."""
+    manifest, which the loader refuses; the next run writes it anew. Arguments as for `plan`; `pictures` adds picture
+    documents. Raises ValueError if `out` holds a source or lies in one, ImportError if a kind of pictures needs a
+    package that is missing."""
     folder = Path(out)
     _check_apart(folder, sources)
+    if pictures is not None:
+        check_mix(pictures, [source.name for source in sources], tokenizer)
     progress("reading " + ", ".join(source.name for source in sources))
     plans = plan(sources, validation, seed, cache, report)
     (folder / MANIFEST).unlink(missing_ok=True)  # from here on the folder is not whole
@@ -160,13 +207,17 @@ def prepare(
     for each in plans:
         progress(f"encoding {each.source.name}")
         written[each.source.name] = _write_source(each, tokenizer, folder, seed)
+    if pictures is not None:
+        progress("drawing pictures")
+        written |= _write_pictures(pictures, plans, tokenizer, folder, validation, seed, cache)
     tokenizer.save(folder / "tokenizer")
     manifest = {
-        "format": FORMAT,
+        "format": FORMAT if pictures is None else PICTURE_FORMAT,
         "tokenizer": tokenizer.fingerprint(),
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "pad_id": tokenizer.pad_id,
+        **({} if pictures is None else {"media_pad_id": media_pad_id(tokenizer)}),
         "dtype": token_dtype(tokenizer.vocab_size).name,
         "seed": seed,
         "validation": validation,
@@ -177,10 +228,12 @@ def prepare(
 
 
 class TokenSource:
-    """The documents of one source and split, as ids. Shards are mapped when first touched."""
+    """The documents of one source and split, as ids; with `pictures`, those that stand among them. Shards are mapped
+    when first touched."""
 
     def __init__(self, folder: Path, name: str, split: str, manifest: dict[str, Any]) -> None:
         shards = manifest["sources"][name][split]["shards"]
+        has_pictures = "pictures" in manifest["sources"][name][split]
         self.name, self.split, self.pad_id = name, split, int(manifest["pad_id"])
         self.bytes = int(manifest["sources"][name][split]["bytes"])
         self._dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
@@ -194,7 +247,13 @@ class TokenSource:
         self._maps: dict[int, np.ndarray] = {}
         self.lengths = np.concatenate([np.diff(starts) for starts in self._starts] or [np.zeros(0, np.int64)])
         """Tokens of every document, `[EOS]` counted."""
-        hashes = [shard["sha256"] for shard in shards]
+        self.pictures = PictureShards([folder / shard["name"] for shard in shards], shards) if has_pictures else None
+        self.patches = np.concatenate(
+            [self.pictures.patches(i, len(s) - 1) for i, s in enumerate(self._starts) if self.pictures]
+            or [np.zeros(len(self.lengths), np.int64)]
+        )
+        """Patches of every document's pictures, the work that they are to the tower."""
+        hashes = [shard["sha256"] for shard in shards] + [shard["pictures_sha256"] for shard in shards if has_pictures]
         self.digest = hashlib.sha256(repr([manifest["tokenizer"], name, split, hashes]).encode()).hexdigest()
         """Stands for all ids of the source."""
 
@@ -213,6 +272,10 @@ class TokenSource:
             self._maps[shard] = np.memmap(self._paths[shard], self._dtype, "r")
         begin, end = self._starts[shard][local : local + 2]
         return self._maps[shard][begin:end][start:stop]
+
+    def pictures_of(self, document: int) -> list[StoredPicture]:
+        """The pictures of a document in their order; none in a source of texts."""
+        return self.pictures.of(*self.locate(document)) if self.pictures else []
 
 
 def _check_size(path: Path, size: int) -> None:
@@ -257,11 +320,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     _check_shape(path, manifest, {"format": int}, "manifest")
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"{path}: format {manifest['format']}; this version reads {FORMAT}")
+    if manifest["format"] not in (FORMAT, PICTURE_FORMAT):
+        raise ValueError(f"{path}: format {manifest['format']}; this version reads {FORMAT} and {PICTURE_FORMAT}")
     _check_shape(path, manifest, _MANIFEST, "manifest")
+    if manifest["format"] == PICTURE_FORMAT:
+        _check_shape(path, manifest, {"media_pad_id": int}, "manifest")
     for name, entry in manifest["sources"].items():
         _check_shape(path, entry, _ENTRY, f"sources.{name}")
+        if "pictures" in entry["train"]:
+            _check_shape(path, entry, _PICTURE_ENTRY, f"sources.{name}")
     if manifest["dtype"] not in ("uint16", "uint32"):
         raise ValueError(f"{path}: dtype {manifest['dtype']!r}; expected uint16 or uint32")
     return manifest
@@ -308,6 +375,12 @@ class Prepared:
         """The validation documents of one source, end to end; as many bytes as its `TokenSource.bytes`."""
         return (self.folder / "validation" / f"{name}.txt").read_bytes()
 
+    def validation_questions(self, name: str) -> list[list[Question]]:
+        """The questions of every validation document of a picture source, in the order of its documents."""
+        path = self.folder / "validation" / f"{name}.jsonl"
+        lines = path.read_text("utf-8").splitlines()
+        return [[Question(**question) for question in json.loads(line)["questions"]] for line in lines]
+
     def verify(self) -> None:
         """Read every file and compare it with the manifest: shards by their hash, the places where documents begin
         by the `[EOS]` before them, the tokenizer by its fingerprint, validation texts by their size. Raises one
@@ -335,5 +408,9 @@ class Prepared:
         if hashlib.sha256(content).hexdigest() != shard["sha256"]:
             raise ValueError(f"{path}: damaged, its sha256 is not the one of the manifest; prepare the data again")
         starts = _read_starts(path.with_suffix(".npy"), shard)
-        if not np.array_equal(starts[1:] - 1, np.flatnonzero(np.frombuffer(content, dtype) == self.manifest["eos_id"])):
+        ids = np.frombuffer(content, dtype)
+        if "pictures" in shard:
+            pads = np.flatnonzero(ids == self.manifest["media_pad_id"])
+            verify_pictures(self.folder / shard["name"], shard, pads, starts)
+        if not np.array_equal(starts[1:] - 1, np.flatnonzero(ids == self.manifest["eos_id"])):
             raise ValueError(f"{path.with_suffix('.npy')}: damaged, documents do not begin after [EOS]")

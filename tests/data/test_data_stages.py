@@ -59,6 +59,28 @@ def test_from_corpora_to_batches(corpora: Path, own: bool, capsys: pytest.Captur
             assert f"{number:,}" in shown
 
 
+def test_pictures_beside_texts(corpora: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tokenizer, tokenizer.TokenizerArgs, "--out", corpora / "tok", "--vocab-size", "800", "--sources", "prose")
+    flags = ["--out", corpora / "data", "--tokenizer", corpora / "tok", "--sources", "prose"]
+    chosen = ["--pictures", "0.25", "--picture-documents", "60", "--picture-kinds", "shapes", "words"]
+    run(data, data.DataArgs, *flags, *chosen, "--contact-sheet", corpora / "sheet.png")
+    shown = capsys.readouterr().out
+    opened = Prepared(corpora / "data")
+    sources = opened.manifest["sources"]
+    assert list(sources) == ["prose", "shapes", "words"] and opened.weights()[0] == pytest.approx(0.75 / 0.25 * 1 / 3)
+    assert sum(opened.weights()[1:]) / sum(opened.weights()) == pytest.approx(0.25)
+    assert f"{sources['shapes']['train']['pictures']:,}" in shown and "patches/" in shown
+    assert f"{sum(sources[k][s]['patches'] for k in ('shapes', 'words') for s in ('train', 'validation')):,}" in shown
+    assert (corpora / "sheet.png").read_bytes().startswith(b"\x89PNG") and "shows 10 picture documents" in shown
+    batch = next(MixtureLoader(opened.sources(), opened.weights(), 4, 128))
+    assert batch.pictures is not None
+    for wrong in (["--contact-sheet", corpora / "x.png"], ["--picture-kinds", "words"]):
+        with pytest.raises(ValueError, match="pictures: 0; picture_kinds and contact_sheet need a share"):
+            run(data, data.DataArgs, *flags, *wrong)
+    with pytest.raises(ValueError, match=r"pictures: 1\.5; expected a share"):
+        run(data, data.DataArgs, *flags, "--pictures", "1.5")
+
+
 def test_show(corpora: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tokenizer, tokenizer.TokenizerArgs, "--out", corpora / "tok", "--vocab-size", "700", "--sources", "prose")
     capsys.readouterr()

@@ -1,0 +1,101 @@
+"""What a picture document is, how its text is chosen, and what decides on which side of the split it falls.
+
+    document = picture, newline, caption             or
+               picture, newline, Question: ... Answer: ...  (one to three of them)
+
+Captions and questions have several phrasings. The first phrasing of each question is kept with its answer as the
+document's `questions`, so that a held-out picture can be asked.
+
+`keys` name what is to be seen ("word stock", "3 red star 00 13 32"). A document is validation if any of its keys is:
+
+    unit(digest(key), 0) < share      the same hash as for text (clean.py)
+
+so whatever a validation picture shows is on no training picture, of whichever kind. A document without keys is
+always training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanok3.data.clean import digest, unit
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PILImage
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One media item: a picture, or with `start` (seconds) a chunk of one to four video frames of one size."""
+
+    frames: tuple[PILImage, ...]
+    start: float | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        width, height = self.frames[0].size
+        return width, height
+
+
+class Question(NamedTuple):
+    """`field` names what is asked for: colour, count, word, ..."""
+
+    field: str
+    text: str
+    answer: str
+
+
+class Ask(NamedTuple):
+    """A question in all its phrasings, the first of which is the one that is kept."""
+
+    field: str
+    phrasings: Sequence[str]
+    answer: str
+
+
+@dataclass(frozen=True)
+class PictureDocument:
+    """Texts and pictures in order, what they show, and the questions that they answer."""
+
+    kind: str
+    parts: tuple[str | Picture, ...]
+    keys: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+    @property
+    def text(self) -> str:
+        """The text without the pictures."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+
+def question_text(question: str, answer: str = "") -> str:
+    """How a question stands in a document; without an answer, the prompt that asks it."""
+    return f"\nQuestion: {question}\nAnswer:" + (f" {answer}" if answer else "")
+
+
+def tell(
+    random: Random,
+    kind: str,
+    shown: Sequence[str | Picture],
+    keys: Sequence[str],
+    captions: Sequence[str],
+    asks: Sequence[Ask],
+) -> PictureDocument:
+    """A document with either one of the captions or some of the questions behind what is shown."""
+    if random.random() < 0.4:
+        text = "\n" + random.choice(captions)
+    else:
+        chosen = random.sample(asks, min(len(asks), random.randint(1, 3)))
+        text = "".join(question_text(random.choice(ask.phrasings), ask.answer) for ask in chosen)
+    questions = tuple(Question(ask.field, ask.phrasings[0], ask.answer) for ask in asks)
+    return PictureDocument(kind, (*shown, text), tuple(keys), questions)
+
+
+def split_of(keys: Sequence[str], share: float, seed: int) -> str:
+    """Train or validation."""
+    held_out = any(unit(digest(key, seed), 0) < share for key in keys)
+    return "validation" if held_out else "train"

@@ -1,0 +1,129 @@
+"""The kinds of picture documents, what each needs, and an endless stream of each by a seed.
+
+| kind | needs | weight |
+|---|---|---|
+| shapes, places, compare, plots, tables, motion | Pillow | 0.25, 0.15, 0.05, 0.08, 0.08, 0.09 |
+| words | Pillow, and matplotlib for its fonts | 0.30 |
+| digits, photos | Pillow; 10 MB by pip, once | 0.10, 0.01 |
+| svg | resvg-py | 0.08 |
+| icons, flags | resvg-py; npm, 8 MB | 0.05, 0.02 |
+
+`CORE` works with what `make demo` installs. Document number n of a kind is a function of (seed, kind, n) and of the
+words of the training texts, so any part of the stream can be made again alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from nanok3.data.images import pillow
+from nanok3.data.npm import npm_client
+from nanok3.data.pictures.code import resvg, svg_from
+from nanok3.data.pictures.document import PictureDocument, split_of
+from nanok3.data.pictures.drawing import dejavu_folder
+from nanok3.data.pictures.motion import motion
+from nanok3.data.pictures.packaged import digits_from, flags_from, icons_from, photos_from
+from nanok3.data.pictures.plots import plots, tables
+from nanok3.data.pictures.shapes import compare, places, shapes
+from nanok3.data.pictures.words import words_from
+
+Maker = Callable[[Random], PictureDocument]
+
+CORE = ("shapes", "places", "compare", "words", "plots", "tables", "motion")
+MORE = ("digits", "photos", "svg")
+NPM = ("icons", "flags")
+
+WEIGHTS = {
+    "shapes": 0.25,
+    "places": 0.15,
+    "compare": 0.05,
+    "words": 0.30,
+    "plots": 0.08,
+    "tables": 0.08,
+    "motion": 0.09,
+    "digits": 0.10,
+    "photos": 0.01,
+    "svg": 0.08,
+    "icons": 0.05,
+    "flags": 0.02,
+}
+"""Shares of the picture documents, before they are scaled to one."""
+
+PROFILE_KINDS = {"tiny": CORE, "full": (*CORE, *MORE)}
+
+
+@dataclass(frozen=True)
+class PictureMix:
+    """How many picture documents of which kinds, and their share of all training tokens."""
+
+    share: float
+    documents: int
+    kinds: tuple[str, ...] = CORE
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(f"pictures: {self.share}; expected a share of the training tokens between 0 and 1")
+        if not 1 <= self.documents <= 10**8:
+            raise ValueError(f"picture_documents: {self.documents}; expected 1 to 10^8")
+        for kind in self.kinds:
+            if kind not in WEIGHTS:
+                raise ValueError(f"picture_kinds: {kind!r}; expected some of {', '.join(WEIGHTS)}")
+        if not self.kinds or len(set(self.kinds)) < len(self.kinds):
+            raise ValueError(f"picture_kinds: {' '.join(self.kinds) or 'none'}; expected each kind once, at least one")
+
+    def counts(self) -> dict[str, int]:
+        """Documents of every kind, at least two."""
+        whole = sum(WEIGHTS[kind] for kind in self.kinds)
+        return {kind: max(2, round(self.documents * WEIGHTS[kind] / whole)) for kind in self.kinds}
+
+    def weights(self, text: float) -> dict[str, float]:
+        """The weights of the kinds in a mixture whose texts weigh `text`."""
+        whole = sum(WEIGHTS[kind] for kind in self.kinds)
+        pictures = text * self.share / (1 - self.share)
+        return {kind: pictures * WEIGHTS[kind] / whole for kind in self.kinds}
+
+
+def open_kind(kind: str, words: Sequence[str] = (), cache: Path | None = None) -> Maker:
+    """What makes documents of a kind. Raises ImportError with the line to install if a package is missing."""
+    drawn: dict[str, Maker] = {
+        "shapes": shapes,
+        "places": places,
+        "compare": compare,
+        "plots": plots,
+        "tables": tables,
+        "motion": motion,
+    }
+    packaged = {"digits": digits_from, "photos": photos_from, "icons": icons_from, "flags": flags_from}
+    if kind in drawn:
+        return drawn[kind]
+    if kind in packaged:
+        return packaged[kind](cache)
+    return words_from(words) if kind == "words" else svg_from(resvg())
+
+
+def check_needs(kind: str) -> None:
+    """ImportError with the line to install if a kind's package is missing; nothing is downloaded."""
+    pillow()
+    if kind == "words":
+        dejavu_folder()
+    if kind in ("svg", *NPM):
+        resvg()
+    if kind in NPM:
+        npm_client()
+
+
+def picture_documents(kind: str, make: Maker, count: int, seed: int) -> Iterator[PictureDocument]:
+    """The first `count` documents of a kind."""
+    for number in range(count):
+        yield make(Random(f"{seed} {kind} {number}"))
+
+
+def with_split(
+    documents: Iterator[PictureDocument], validation: float, seed: int
+) -> Iterator[tuple[str, PictureDocument]]:
+    """Each document with its side of the split."""
+    for document in documents:
+        yield split_of(document.keys, validation, seed), document

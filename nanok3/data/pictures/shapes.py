@@ -1,0 +1,149 @@
+"""Coloured shapes: how many of which, where one of them is, and which of two pictures has more.
+
+    shapes     one to five shapes of one colour and form
+    places     one shape, its centre in pixels and as fractions of the sides (the report's two forms of coordinates)
+    compare    two pictures in one document
+
+The key of a picture is count, colour, form and the cells of a 4 x 4 grid that the centres lie in. Its hash decides
+the split, so a held-out picture shows an arrangement that was never trained on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from nanok3.data.pictures.document import Ask, Picture, PictureDocument, tell
+from nanok3.data.pictures.drawing import (
+    COLOURS,
+    NUMBERS,
+    PAPERS,
+    SHAPES,
+    Point,
+    canvas,
+    cell,
+    draw_shape,
+    place,
+    shade,
+)
+
+SIDES = (56, 64, 70, 84)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A picture of equal shapes and what is on it."""
+
+    picture: Picture
+    count: int
+    colour: str
+    shape: str
+    centres: list[Point]
+
+    @property
+    def key(self) -> str:
+        cells = sorted(cell(centre, *self.picture.size) for centre in self.centres)
+        return f"{self.count} {self.colour} {self.shape} {' '.join(cells)}"
+
+    @property
+    def name(self) -> str:
+        """`three red stars`, `one blue cross`."""
+        return f"{NUMBERS[self.count]} {self.colour} {plural(self.shape, self.count)}"
+
+
+def plural(shape: str, count: int) -> str:
+    if count == 1:
+        return shape
+    return shape + ("es" if shape == "cross" else "s")
+
+
+def scene(random: Random, count: int, colour: str, shape: str) -> Scene:
+    """Paper, sizes and places are drawn by chance."""
+    width, height = random.choice(SIDES), random.choice(SIDES)
+    radius = random.uniform(6.0, {1: 15.0, 2: 13.0, 3: 9.5}.get(count, 7.5))
+    centres = place(random, count, width, height, radius)
+    picture, pen = canvas(width, height, random.choice(PAPERS))
+    ink = shade(random, colour)
+    for centre in centres:
+        draw_shape(pen, shape, centre, radius, ink)
+    return Scene(Picture((picture,)), count, colour, shape, centres)
+
+
+def _any_scene(random: Random, count: int) -> Scene:
+    return scene(random, count, random.choice(list(COLOURS)), random.choice(SHAPES))
+
+
+def shapes(random: Random) -> PictureDocument:
+    """One to five shapes."""
+    shown = _any_scene(random, random.randint(1, 5))
+    verb = "is" if shown.count == 1 else "are"
+    captions = (
+        f"There {verb} {shown.name} in the picture.",
+        f"A picture of {shown.name}.",
+        f"{shown.name.capitalize()}.",
+        f"We see {shown.name}.",
+    )
+    asks = [
+        Ask("colour", ("What colour is it?", "Which colour do you see?", "Name the colour."), shown.colour),
+        Ask("count", ("How many shapes are there?", "Count the shapes.", "How many?"), NUMBERS[shown.count]),
+        Ask("shape", ("Which shape is it?", "What shape do you see?", "Name the shape."), shown.shape),
+    ]
+    return tell(random, "shapes", [shown.picture], [shown.key], captions, asks)
+
+
+def pixels(point: Point) -> str:
+    return f"({point[0]:.0f}, {point[1]:.0f})"
+
+
+def fractions(point: Point, size: tuple[int, int]) -> str:
+    return f"({point[0] / size[0]:.2f}, {point[1] / size[1]:.2f})"
+
+
+def places(random: Random) -> PictureDocument:
+    """One shape and where its centre is: x from the left, y from the top."""
+    shown = _any_scene(random, 1)
+    (centre,) = shown.centres
+    size = shown.picture.size
+    absolute, relative = pixels(centre), fractions(centre, size)
+    what = f"{shown.colour} {shown.shape}"
+    article = "An" if shown.colour == "orange" else "A"
+    captions = (
+        f"{article} {what} at {absolute} pixels, which is {relative} of the sides.",
+        f"The centre of the {what} is at {relative}.",
+        f"The centre of the {what} is at pixel {absolute}.",
+    )
+    asks = [
+        Ask(
+            "pixel",
+            (f"At which pixel is the {shown.shape}?", f"Where is the {shown.shape}, in pixels?"),
+            absolute,
+        ),
+        Ask(
+            "position",
+            (f"Where is the {shown.shape}, from 0 to 1?", f"Give the position of the {shown.shape} from 0 to 1."),
+            relative,
+        ),
+    ]
+    return tell(random, "places", [shown.picture], [shown.key], captions, asks)
+
+
+def compare(random: Random) -> PictureDocument:
+    """Two pictures of the same form in other numbers or colours."""
+    counts = random.sample(range(1, 6), 2)
+    colours = random.sample(list(COLOURS), 2)
+    shape = random.choice(SHAPES)
+    first, second = (scene(random, n, c, shape) for n, c in zip(counts, colours, strict=True))
+    more = "the first" if first.count > second.count else "the second"
+    many = plural(shape, 2)
+    captions = (
+        f"First {first.name}, then {second.name}.",
+        f"The first picture has {first.name}, the second {second.name}.",
+    )
+    asks = [
+        Ask("more", (f"Which picture has more {many}?", f"Where are more {many}?"), more),
+        Ask("first colour", ("What colour is the first picture's?", "Name the colour in the first."), first.colour),
+        Ask("second colour", ("What colour is the second picture's?", "Name the colour in the second."), second.colour),
+        Ask("total", (f"How many {many} are there in all?", "How many together?"), str(first.count + second.count)),
+    ]
+    shown: list[str | Picture] = ["First: ", first.picture, "\nSecond: ", second.picture]
+    return tell(random, "compare", shown, [first.key, second.key], captions, asks)

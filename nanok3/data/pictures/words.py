@@ -1,0 +1,81 @@
+"""Rendered text: a word of one to six letters, or two of them, in several fonts, sizes and colours.
+
+Three of four are common words of the training texts, the others letters by chance, which no language model can guess.
+The key is the word in small letters. Labels of plots and tables (`LABELS`) are never among the words, so that a
+held-out word is drawn nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+
+from nanok3.data.pictures.document import Ask, Picture, PictureDocument, tell
+from nanok3.data.pictures.drawing import PAPERS, Colour, canvas, font, text_size
+
+FACES = (None, "DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSansMono")
+LABELS = ("north", "south", "east", "west", "spring", "summer", "autumn", "winter", "tea", "milk", "rice", "corn")
+HEADERS = ("item", "size", "price", "age", "name", "score")
+NAMES = ("Ann", "Bob", "Cem", "Dora", "Eva", "Finn", "Gita", "Hugo")
+
+_WORD = re.compile(r"(?<![A-Za-z'])[A-Za-z]{1,6}(?![A-Za-z'])")
+_INKS: list[Colour] = [(15, 15, 15), (170, 20, 20), (20, 60, 170), (10, 100, 40), (90, 30, 120)]
+_CHALK: list[Colour] = [(250, 250, 250), (250, 220, 120), (150, 220, 250)]
+
+
+def common_words(texts: Iterable[str], most: int = 3000) -> list[str]:
+    """The words of one to six letters that the texts use most often, in small letters."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(word.lower() for word in _WORD.findall(text))
+    taken = {word.lower() for word in (*LABELS, *HEADERS, *NAMES)}
+    ranked = sorted(counts, key=lambda word: (-counts[word], word))
+    return [word for word in ranked if counts[word] > 1 and word not in taken][:most]
+
+
+def _letters(random: Random) -> str:
+    while True:
+        word = "".join(random.choices(string.ascii_lowercase, k=random.randint(2, 6)))
+        if word not in LABELS and word not in HEADERS:
+            return word
+
+
+def write(random: Random, lines: Sequence[str]) -> Picture:
+    """The lines below each other, with chance deciding on font, size, colours and place."""
+    face = font(random.randint(13, 22), random.choice(FACES))
+    boxes = [text_size(line, face) for line in lines]
+    tall = face.size + 2
+    room_x, room_y = random.randint(4, 24), random.randint(4, 14)
+    width = max(28, max(box[2] for box in boxes) + room_x)
+    height = max(28, tall * len(lines) + room_y)
+    paper = random.choice(PAPERS)
+    picture, pen = canvas(width, height, paper)
+    ink = random.choice(_INKS if sum(paper) > 300 else _CHALK)
+    x, y = random.randint(2, width - max(box[2] for box in boxes) - 2), random.randint(2, height - tall * len(lines))
+    for number, (line, (left, _, _, _)) in enumerate(zip(lines, boxes, strict=True)):
+        pen.text((x - left, y + number * tall - face.size // 6), line, fill=ink, font=face)
+    return Picture((picture,))
+
+
+def words_from(vocabulary: Sequence[str]) -> Callable[[Random], PictureDocument]:
+    """Documents with words of `vocabulary` (it may be empty: then letters by chance)."""
+
+    def one(random: Random) -> str:
+        word = random.choice(vocabulary) if vocabulary and random.random() < 0.75 else _letters(random)
+        return random.choice((word, word, word, word.upper(), word.capitalize()))
+
+    def words(random: Random) -> PictureDocument:
+        lines = [one(random) for _ in range(1 if random.random() < 0.8 else 2)]
+        said = " ".join(lines)
+        captions = (f'The picture says "{said}".', f'It reads: "{said}".', f'The text is "{said}".', said)
+        asks = [
+            Ask("word", ("What does it say?", "Read the text.", "Which text is in the picture?"), said),
+            Ask("length", ("How many letters are there?", "Count the letters."), str(sum(map(len, lines)))),
+        ]
+        keys = [f"word {line.lower()}" for line in lines]
+        return tell(random, "words", [write(random, lines)], keys, captions, asks)
+
+    return words
