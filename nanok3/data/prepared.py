@@ -376,10 +376,17 @@ class Prepared:
         return (self.folder / "validation" / f"{name}.txt").read_bytes()
 
     def validation_questions(self, name: str) -> list[list[Question]]:
-        """The questions of every validation document of a picture source, in the order of its documents."""
+        """The questions of every validation document of a picture source, in the order of its documents. Raises
+        ValueError if the file is damaged."""
         path = self.folder / "validation" / f"{name}.jsonl"
-        lines = path.read_text("utf-8").splitlines()
-        return [[Question(**question) for question in json.loads(line)["questions"]] for line in lines]
+        try:
+            records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+            found = [[Question(**question) for question in record["questions"]] for record in records]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: unreadable ({error}); prepare the data again") from error
+        if len(found) != (documents := self.manifest["sources"][name]["validation"]["documents"]):
+            raise ValueError(f"{path}: questions on {len(found)} documents; the manifest has {documents}")
+        return found
 
     def verify(self) -> None:
         """Read every file and compare it with the manifest: shards by their hash, the places where documents begin
@@ -389,6 +396,8 @@ class Prepared:
         for name, entry in self.manifest["sources"].items():
             text = self.folder / "validation" / f"{name}.txt"
             checks.append(partial(_check_size, text, entry["validation"]["bytes"]))
+            if "pictures" in entry["validation"]:
+                checks.append(partial(self.validation_questions, name))
             shards = [shard for split in SPLITS for shard in entry[split]["shards"]]
             checks += [partial(self._verify_shard, shard) for shard in shards]
         damaged = []

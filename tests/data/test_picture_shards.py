@@ -337,6 +337,17 @@ def test_an_index_that_lies_is_found(folder: Path, tmp_path: Path) -> None:
             Prepared(copy).verify()
 
 
+@pytest.mark.parametrize("change", ["cut", "remove"])
+def test_damaged_questions_are_found(folder: Path, tmp_path: Path, change: str) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    damage(copy / "validation" / "compare.jsonl", change)
+    with pytest.raises(ValueError, match=r"compare\.jsonl: unreadable"):
+        Prepared(copy).verify()
+    (copy / "validation" / "compare.jsonl").write_text('{"questions": []}\n')
+    with pytest.raises(ValueError, match=r"compare\.jsonl: questions on 1 documents; the manifest has"):
+        Prepared(copy).verify()
+
+
 def test_damaged_pixels_are_named_when_read(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     pack = files_of(copy / "train" / "shapes-00000")[0]
