@@ -10,7 +10,7 @@ from PIL import Image as Pillow
 from seeing import data_url, drawing, picture, seeing_model
 from served import TOKENIZER, Served, message, served, user
 
-from nanok3.serve import files_api
+from nanok3.serve import files_api, picture_sources
 from nanok3.serve.api import make_app
 from nanok3.serve.engine import Engine, Settings
 from nanok3.serve.file_store import FilesLimits
@@ -256,3 +256,17 @@ def test_a_form_may_hold_any_bytes():
     body, headers = form(content)
     assert files_api.read_form(headers["content-type"], body)["file"] == ("a.png", content)
     assert files_api.read_form('multipart/form-data; boundary="b0und"', body)["purpose"] == ("", b"image")
+
+
+def test_web_addresses_where_they_are_allowed(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(picture_sources, "fetch", lambda url, most: asked.append((url, most)) or drawing(1))
+    settings = ServerSettings(names=("seer",), pictures=PictureSettings(from_web=True, file_bytes=50_000))
+    engine = Engine(Runner(model, 8 << 20), {1}, [PAD_ID], Settings(16))
+    server = Served(make_app(engine, TOKENIZER, settings), engine)
+    body = {"messages": shown("https://example.org/a.png")}
+    assert server.post("/tokenize", body).json()["tokens"].count(PAD_ID) == 12
+    assert asked == [("https://example.org/a.png", 50_000)]
+    monkeypatch.undo()
+    error = server.post("/tokenize", {"messages": shown("http://localhost/a.png")}).json()["error"]
+    assert "inside this machine" in error["message"] and error["param"] == "messages[0].content[0].image_url"
