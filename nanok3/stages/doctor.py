@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanok3.eval.exactness import Answer, Backend, Check, Equality, Operator
+    from nanok3.eval.exactness import Backend, Check, Operator
+    from nanok3.eval.exactness_model import Equality
+    from nanok3.eval.exactness_watch import Answer
     from nanok3.stages.doctor_machine import Built, Facts, Rates, Speed
 
 
@@ -45,7 +47,7 @@ def main(
     """Run the command on its own tables or on others; SystemExit(1) if a check fails."""
     import torch
 
-    from nanok3.eval.exactness import EQUALITIES
+    from nanok3.eval.exactness_model import EQUALITIES
     from nanok3.stages.doctor_operators import OPERATORS
     from nanok3.train.machine import keep_freed_memory
 
@@ -152,7 +154,8 @@ def routes_of(operator: Operator, facts: Facts) -> Iterator[Route]:
     """Found by running it: the dispatch itself answers."""
     import torch
 
-    from nanok3.eval.exactness import Draw, kernels_of
+    from nanok3.eval.exactness import Draw
+    from nanok3.eval.exactness_watch import kernels_of
 
     for device in ("cpu", *(["cuda"] if facts.gpus else [])):
         for dtype in (torch.float32, torch.bfloat16):
@@ -223,7 +226,8 @@ def all_checks(
     operators: Sequence[Operator], backends: Sequence[Backend], equalities: Sequence[Equality]
 ) -> Iterator[Check]:
     """Every operator in its types, then the whole model, for every backend."""
-    from nanok3.eval.exactness import check_equalities, check_float64, check_operator
+    from nanok3.eval.exactness import check_operator
+    from nanok3.eval.exactness_model import check_equalities, check_float64
 
     for operator in operators:
         for dtype in operator.dtypes:

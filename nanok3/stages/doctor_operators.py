@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanok3.config import K3Config
-from nanok3.eval.exactness import Draw, Operator, awkward_model
+from nanok3.eval.exactness import Draw, Operator
+from nanok3.eval.exactness_model import awkward_model
 from nanok3.model.attn_res import mix, mix_reference
 from nanok3.model.basics import Linear, RMSNorm, rms_normalize
 from nanok3.model.cache import ModelState

@@ -143,6 +143,8 @@ def check_target(path: Path, size: int) -> None:
 
     if path.is_dir():
         raise ValueError(f"gguf is {path}, which is a folder; name a file")
+    if path.exists() and not path.is_file():  # a pipe's first bytes would be waited for
+        raise ValueError(f"gguf is {path}, a device or a pipe; name a file, which is written whole or not at all")
     if path.exists() and _first_bytes(path) != MAGIC:
         raise ValueError(f"gguf is {path}, which exists and is no GGUF file; name another")
     near = next(parent for parent in path.absolute().parents if parent.exists())

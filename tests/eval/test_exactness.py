@@ -9,20 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from nanok3.eval.exactness import (
-    EQUALITIES,
-    Answer,
-    Backend,
-    Check,
-    Draw,
-    awkward_model,
-    check_equalities,
-    check_float64,
-    check_operator,
-    error_of,
-    kernels_of,
-    watch,
-)
+from nanok3.eval.exactness import Backend, Check, Draw, check_operator, error_of
+from nanok3.eval.exactness_model import EQUALITIES, awkward_model, check_equalities, check_float64
+from nanok3.eval.exactness_watch import Answer, kernels_of, watch
 from nanok3.kernels import native
 from nanok3.stages.doctor_operators import OPERATORS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -194,7 +195,8 @@ def test_what_llama_cpp_cannot_run_is_refused(tmp_path: Path, changes: dict, rea
 
 def test_a_target_in_the_way_is_left_alone(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
-    for path in (tmp_path, tmp_path / "notes"):
+    os.mkfifo(tmp_path / "pipe")  # which has no first bytes to look at, and nobody who reads
+    for path in (tmp_path, tmp_path / "notes", tmp_path / "pipe"):
         with pytest.raises(ValueError, match="gguf is"):
             main(ExportArgs(model=folders["bf16"], gguf=path))
     assert (tmp_path / "notes").read_text() == "mine"
