@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from nanok3.eval.exactness import Backend, Check, Operator
     from nanok3.eval.exactness_model import Equality
     from nanok3.eval.exactness_watch import Answer
-    from nanok3.stages.doctor_machine import Built, Facts, Rates, Speed
+    from nanok3.stages.doctor_machine import Built, Facts
+    from nanok3.stages.doctor_speed import Rates, Speed
 
 
 RAISES = "raises"
@@ -69,10 +70,12 @@ def main(
 
 def examine(operators: Sequence[Operator], equalities: Sequence[Equality]) -> dict[str, Any]:
     """All sections, printed as they come; returns what was found as plain records."""
-    from nanok3.stages import doctor_machine
+    from nanok3.stages import doctor_speed
+    from nanok3.stages.doctor_advice import advice as advice_of
+    from nanok3.stages.doctor_machine import collect
 
     start = time.perf_counter()
-    facts = doctor_machine.collect()
+    facts = collect()
     _show("Machine", machine_lines(facts))
     _show("Libraries", library_lines(facts))
     _show("Kernels", map(kernel_line, facts.kernels))
@@ -80,11 +83,11 @@ def examine(operators: Sequence[Operator], equalities: Sequence[Equality]) -> di
     _show("What every operator runs on", route_lines(routes))
     checks = list(all_checks(operators, backends(facts), equalities))
     _show("Exactness: largest error over largest value, outputs / gradients", check_lines(checks))
-    rates = doctor_machine.measure_rates(facts)
+    rates = doctor_speed.measure_rates(facts)
     broken = {route.operator for route in routes if route.inference == RAISES}
-    speeds = [doctor_machine.measure_operator(o, rates) for o in operators if o.name not in broken]
+    speeds = [doctor_speed.measure_operator(o, rates) for o in operators if o.name not in broken]
     _show("Speed: one call without gradients, float32", speed_lines(rates, speeds))
-    advice = doctor_machine.advice(facts, rates)
+    advice = advice_of(facts, rates)
     _show("What to change", advice or ["Nothing."])
     print(f"\n{time.perf_counter() - start:.0f} seconds.")
     return {

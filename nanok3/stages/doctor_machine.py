@@ -1,4 +1,4 @@
-"""What `nanok3 doctor` finds on this machine, what it measures, and what it advises: facts first, advice from facts."""
+"""What `nanok3 doctor` finds on this machine: hardware, libraries, kernels."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from nanok3.eval.exactness import Draw, Operator
-from nanok3.kernels import native, roofline
-from nanok3.train.machine import describe, matmul_rate
+from nanok3.kernels import native
+from nanok3.train.machine import describe
 
 FLAGS = (
     ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16")
@@ -39,7 +36,6 @@ EXTRAS = {
     "train": "pictures of a run",
     "vision": "pictures as input",
 }
-OLDEST_TORCH = (2, 10)
 
 
 @dataclass(frozen=True)
@@ -206,148 +202,3 @@ def without_kernels() -> Iterator[None]:
         yield
     finally:
         native.load = load
-
-
-# ---------------------------------------------------------------------- how fast
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What the hardware gives: operations and bytes a second, of all threads."""
-
-    multiply_add: float | None
-    """Float32 multiply-adds on registers: no kernel can be faster. None without a compiler."""
-    float32: float
-    bfloat16: float
-    read: float | None
-    """Bytes read by all threads from memory that no cache holds. None without a compiler."""
-    copy: float
-    """Bytes read plus bytes written of a copy far larger than the caches."""
-
-    @property
-    def peak(self) -> float:
-        """The most that was seen: on a shared core the two are not measured in equal moments."""
-        return max(self.multiply_add or 0.0, self.float32)
-
-
-@dataclass(frozen=True)
-class Speed:
-    """A forward call of an operator at the sizes of a small model, in float32, beside what limits it: `peak` for
-    arithmetic (operations a second), `read` or `copy` for memory (bytes a second)."""
-
-    operator: str
-    seconds: float
-    per_second: float
-    limited_by: str
-    limit: float
-
-
-def measure_rates(facts: Facts) -> Rates:
-    one_core = roofline.peak_flops()
-    busy = min(facts.threads, facts.cores)
-    wide, narrow = (matmul_rate(dtype, size=256) for dtype in (torch.float32, torch.bfloat16))
-    if narrow > 1e10:  # else a larger product would take seconds
-        narrow = max(narrow, matmul_rate(torch.bfloat16))
-    wide = max(wide, matmul_rate(torch.float32))
-    read = roofline.read_bandwidth(facts.threads)
-    return Rates(one_core * busy if one_core else None, wide, narrow, read, copy_rate())
-
-
-def copy_rate(numbers: int = 2**25) -> float:
-    source, target = torch.zeros(numbers), torch.empty(numbers)
-    return 2 * source.nbytes / best_seconds(lambda: target.copy_(source))
-
-
-def best_seconds(run: Callable[[], object], seconds: float = 0.15) -> float:
-    """The best of the calls that fit into `seconds`, at least three and one before."""
-    run()
-    taken: list[float] = []
-    while len(taken) < 3 or sum(taken) < seconds:
-        start = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
-
-
-@torch.no_grad()
-def measure_operator(operator: Operator, rates: Rates, device: str = "cpu") -> Speed:
-    """Arithmetic beside the peak, bytes that must be read beside reading, else inputs and outputs beside copying."""
-    inputs = operator.draw(Draw(torch.float32, device, large=True))
-    result = operator.run(*inputs)
-    seconds = best_seconds(lambda: operator.run(*inputs))
-    if operator.flops is not None:
-        return Speed(operator.name, seconds, operator.flops(*inputs) / seconds, "peak", rates.peak)
-    if operator.reads is not None:
-        return Speed(operator.name, seconds, operator.reads(*inputs) / seconds, "read", rates.read or rates.copy)
-    results = [result] if isinstance(result, Tensor) else list(result)
-    moved = sum(x.nbytes for x in (*inputs, *results) if isinstance(x, Tensor))
-    return Speed(operator.name, seconds, moved / seconds, "copy", rates.copy)
-
-
-# ---------------------------------------------------------------------- what to change
-
-
-def advice(facts: Facts, rates: Rates) -> list[str]:
-    """One line for each thing that would make this machine faster or more able."""
-    return [line for line in (*_build_advice(facts), *_thread_advice(facts), *_library_advice(facts, rates)) if line]
-
-
-def _build_advice(facts: Facts) -> Iterator[str]:
-    if facts.compiler is None and sys.platform.startswith("linux"):
-        yield "No C++ compiler: the kernels fall back to slower torch forms. Install g++ (`apt install g++`)."
-    elif facts.compiler is None:
-        yield "No C++ compiler: the kernels fall back to slower torch forms. Install clang or g++."
-    else:
-        for kernel in facts.kernels:
-            if kernel.error:
-                yield f"The {kernel.name} kernel cannot be built, torch stands in for it: {kernel.error}"
-    if platform.machine() in ("x86_64", "AMD64") and not {"avx2", "fma"} <= set(facts.flags):
-        yield "This processor has no AVX2: the kernels take their portable path, several times slower."
-
-
-def _thread_advice(facts: Facts) -> Iterator[str]:
-    allowed = min(facts.cores, facts.quota or facts.cores)
-    if facts.threads > allowed:
-        fitting = max(1, int(allowed))
-        yield f"{facts.threads} threads on {allowed:g} cores wait for each other: give --threads {fitting}."
-    if facts.wait_policy is not None and facts.wait_policy.lower() != "passive":
-        yield (
-            f"OMP_WAIT_POLICY is {facts.wait_policy!r}: threads spin while they wait, ten times slower on a busy "
-            "machine. Leave it unset (nanok3 then sets passive)."
-        )
-    if busy(facts):
-        yield f"The load is {facts.load:.1f} on {facts.cores} cores: other work runs, and the rates here are too low."
-
-
-def _library_advice(facts: Facts, rates: Rates) -> Iterator[str]:
-    if release(facts.torch) < OLDEST_TORCH:
-        yield f"torch {facts.torch} is older than {'.'.join(map(str, OLDEST_TORCH))}: update it."
-    if rates.bfloat16 > 1.5 * rates.float32:
-        yield "bfloat16 products are faster than float32 ones here: train with bfloat16 (auto does)."
-    elif rates.bfloat16 < 0.5 * rates.float32:
-        yield (
-            f"torch's bfloat16 products reach {rates.bfloat16 / 1e9:.1f} GFLOP/s, float32 {rates.float32 / 1e9:.0f}: "
-            "train and generate in float32 (auto does)."
-        )
-    if rates.multiply_add and rates.float32 < 0.4 * rates.multiply_add and not busy(facts):
-        yield "torch's float32 products reach less than 40 % of the peak: its BLAS does not know this processor well."
-    if facts.memory_free is not None and facts.memory_free < 4 * 2**30:
-        yield f"{facts.memory_free / 2**30:.1f} GiB of memory are free: stay with the tiny and small presets."
-    missing = {l.extra for l in facts.libraries if l.extra and l.version is None}
-    if facts.gpus and any(l.name == "fla-core" and l.version is None for l in facts.libraries):
-        yield "A GPU without fla-core: KDA runs in its torch form. pip install 'nanok3[gpu]'."
-    if not facts.gpus:
-        missing.discard("gpu")
-    if missing:
-        named = ", ".join(f"{extra} ({EXTRAS.get(extra, 'optional')})" for extra in sorted(missing))
-        yield f"Not installed: {named}. `pip install 'nanok3[{','.join(sorted(missing))}]'`"
-
-
-def busy(facts: Facts) -> bool:
-    """Whether other work takes so much that rates of several threads by the clock say little."""
-    return facts.load > 1.5 * facts.cores
-
-
-def release(version: str) -> tuple[int, ...]:
-    """(2, 13) of 2.13.0+cpu."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -14,19 +14,10 @@ from nanok3.eval.exactness import Backend, Check, Operator
 from nanok3.kernels import native
 from nanok3.stages import doctor, doctor_machine
 from nanok3.stages.doctor import all_checks, backends, check_lines, reason, route_lines, routes_of
-from nanok3.stages.doctor_machine import (
-    Built,
-    Facts,
-    Library,
-    Rates,
-    advice,
-    cpu_quota,
-    libraries,
-    measure_operator,
-    memory,
-    without_kernels,
-)
+from nanok3.stages.doctor_advice import advice
+from nanok3.stages.doctor_machine import Built, Facts, Library, cpu_quota, libraries, memory, without_kernels
 from nanok3.stages.doctor_operators import OPERATORS
+from nanok3.stages.doctor_speed import Rates, measure_operator
 
 FACTS = Facts(
     processor="a processor",
