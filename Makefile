@@ -19,7 +19,7 @@ test-all: .venv/.dev      ## everything, slow checks too
 check: .venv/.dev         ## lint, format and types
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
 
-bench: .venv/.dev         ## a few minutes of measurements side by side; ARGS=all for every one, ARGS="kda fused" for some
+bench: .venv/.dev         ## a few minutes of measurements side by side; ARGS=all for more, ARGS="kda fused" for some
 	.venv/bin/nanok3 bench $(or $(ARGS),quick)
 
 # torch goes first and by exact version: a bare `torch` may resolve to a build of several gigabytes.

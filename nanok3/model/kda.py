@@ -39,7 +39,7 @@ from nanok3.model.basics import (
     position_in_document,
     rms_normalize,
 )
-from nanok3.model.cache import KDAState
+from nanok3.model.cache import KDAState, Projected
 from nanok3.model.short_conv import ShortConv
 
 CHUNK = 16
@@ -321,6 +321,7 @@ def kda_chunked(
         initial_state = v.new_zeros(len(lengths), shape[2], k.shape[-1], shape[3], dtype=wide)
     if v.numel() == 0:
         return v.to(dtype), initial_state.to(wide) if output_final_state else None
+    log_decay = log_decay.clamp(min=math.log(torch.finfo(wide).smallest_normal))  # forgets all; sums of it stay finite
     flat = [x.to(wide).flatten(0, 1) for x in (q, k, v, log_decay, beta)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, final = _ChunkedKDA.apply(*flat, initial_state.to(wide), lengths, scale)
@@ -525,20 +526,35 @@ class KDA(nn.Module):
         cache: KDAState | None = None,
     ) -> Float[Tensor, "B T D"]:
         """x: the normed layer input. A cache is advanced by x's tokens."""
-        q, k, v = self._convolved(x, cu_seqlens, cache)
-        g = log_decay(self._split(self.f_b_proj(self.f_a_proj(x))), self.A_log, self.dt_bias, self.cfg.gate_lower_bound)
-        beta = torch.sigmoid(at_least_float32(self.b_proj(x)))
+        projected = self.project(x)
+        o = self.remember(projected, cu_seqlens, cache)
+        if cache is not None and cache.tape is not None:
+            cache.tape.append(projected)
+        return self.o_proj(self.o_norm(o, self._split(self._output_gate(x))).flatten(2))
+
+    def project(self, x: Float[Tensor, "B T D"]) -> Projected:
+        """Token by token; all that the memory will know of them."""
+        return Projected((self.q_proj(x), self.k_proj(x), self.v_proj(x)), self.f_a_proj(x), self.b_proj(x))
+
+    def remember(
+        self, projected: Projected, cu_seqlens: Int[Tensor, " n1"] | None = None, cache: KDAState | None = None
+    ) -> Float[Tensor, "B T H V"]:
+        """What the tokens read from a memory, which moves on by them."""
+        q, k, v = self._convolved(projected.inputs, cu_seqlens, cache)
+        g = log_decay(self._split(self.f_b_proj(projected.gate)), self.A_log, self.dt_bias, self.cfg.gate_lower_bound)
+        beta = torch.sigmoid(at_least_float32(projected.beta))
         state = None if cache is None else cache.recurrent
         o, final = kda(l2_normalize(q), l2_normalize(k), v, g, beta, state, cache is not None, cu_seqlens)
         if cache is not None:
             assert final is not None
             cache.recurrent = final
-        return self.o_proj(self.o_norm(o, self._split(self._output_gate(x))).flatten(2))
+        return o
 
-    def _convolved(self, x: Tensor, cu_seqlens: Tensor | None, cache: KDAState | None) -> tuple[Tensor, Tensor, Tensor]:
-        raw = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+    def _convolved(
+        self, raw: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor | None, cache: KDAState | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        position = None if cu_seqlens is None else position_in_document(cu_seqlens, x.shape[1])
+        position = None if cu_seqlens is None else position_in_document(cu_seqlens, raw[0].shape[1])
         history = (None, None, None) if cache is None else cache.conv.unbind(1)
         q, k, v = (self._split(conv(u, h, position)) for conv, u, h in zip(convs, raw, history))
         if cache is not None:

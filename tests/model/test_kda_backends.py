@@ -419,6 +419,15 @@ def test_bug_22_gates_below_the_bound(backend: Backend) -> None:
     check(backend, backend.draw(40, gate=-50.0), factor=2.0)
 
 
+@each_fast
+@pytest.mark.parametrize("gate", (-1e4, -1e38, -torch.inf))
+def test_bug_22_gates_that_forget_everything(gate: float, backend: Backend) -> None:
+    inputs = backend.draw(40)
+    inputs[3][:, [3, 4, 20], :, ::3] = gate
+    for a, b in zip(backend(*inputs), loop(*(x.double() for x in inputs)), strict=True):
+        assert relative(a, b) < 2 * backend.bound
+
+
 @pytest.mark.parametrize("backend", FAST[2:])
 def test_bug_23_seventy_thousand_sequences(backend: Backend) -> None:
     """Of one token each: o = s (q.k) b v."""
