@@ -90,7 +90,7 @@ def rms_normalize(x: Float[Tensor, "... d"], eps: float) -> Float[Tensor, "... d
 def check_cu_seqlens(cu_seqlens: Int[Tensor, " n"], batch: int, tokens: int) -> list[int]:
     """The document boundaries of a packed row as a list; ValueError unless they cover it from 0 to its end."""
     if cu_seqlens.ndim != 1:
-        raise ValueError(f"cu_seqlens has the shape {tuple(cu_seqlens.shape)}; it must be a list of boundaries (n + 1,)")
+        raise ValueError(f"cu_seqlens must be a list of boundaries (n + 1,), got the shape {tuple(cu_seqlens.shape)}")
     bounds = _read_once(cu_seqlens, _version(cu_seqlens)) if cu_seqlens.is_cuda else _read(cu_seqlens)
     if batch != 1:
         raise ValueError(f"cu_seqlens describes one packed row, but the batch holds {batch}; flatten it to 1 first")
