@@ -24,6 +24,8 @@ from nanok3.kernels import native
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 MXFP4 = 2
+TAPE = 6
+"""Times heads * dim numbers that a row takes on a tape: the inputs of three convolutions, k, e^g and u."""
 
 
 class _Vector(ctypes.Structure):
@@ -79,6 +81,7 @@ class _Sequence(ctypes.Structure):
         *_fields(ctypes.c_int64, "rows tokens"),
         *_fields(ctypes.c_void_p, "conv recurrent latents pages"),
         *_fields(ctypes.c_int64, "page_rows page_stride"),
+        ("tape", ctypes.c_void_p),
         ("latent_type", ctypes.c_int32),
     ]
 
@@ -89,7 +92,9 @@ class _Call(ctypes.Structure):
         *_fields(ctypes.c_int64, "sequence_count rows"),
         *_fields(ctypes.c_void_p, "ids chosen"),
         ("chosen_count", ctypes.c_int64),
-        *_fields(ctypes.c_void_p, "logits hidden workspace"),
+        *_fields(ctypes.c_void_p, "logits hidden tapped"),
+        ("tap_count", ctypes.c_int64),
+        *_fields(ctypes.c_void_p, "taps workspace"),
         *_fields(ctypes.c_int64, "capacity threads"),
     ]
 
@@ -103,7 +108,8 @@ def available() -> bool:
 def _library() -> Any:
     library = native.load("decode")
     assert library is not None, "callers ask `available` first"
-    library.decode.argtypes, library.decode.restype = [ctypes.c_void_p], None
+    for call in (library.decode, library.decode_replay):
+        call.argtypes, call.restype = [ctypes.c_void_p], None
     library.decode_workspace.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.decode_workspace.restype = library.decode_record_size.restype = ctypes.c_int64
     for which, record in enumerate((Model, Layer, _Sequence, _Call)):
@@ -180,15 +186,34 @@ class SequenceMemory:
             (1 << 62, 1 << 62, 0, torch.float32) if not latents else _pool(latents[0])
         )
         places = (ctypes.cast(a, ctypes.c_void_p).value for a in self._addresses)
-        self.record = _Sequence(0, 0, *places, None, rows, stride, FORMATS[dtype])
+        self.record = _Sequence(0, 0, *places, None, rows, stride, None, FORMATS[dtype])
         self.address = ctypes.addressof(self.record)
         self.page_rows = rows
         """Tokens a page holds; a huge number for a model without MLA layers, which needs no pages."""
+        self._tape, self._tape_rows = (layout.kda_layers, TAPE * layout.conv[2]), 1 << 62
+
+    def record_on(self, tape: Float[Tensor, "layers rows width"] | None) -> None:
+        """From now on calls leave the KDA memory as it is and put what would move it on a tape with room for as many
+        rows, (KDA layers, rows, TAPE * heads * dim) in float32; with None they move it again."""
+        if tape is None:
+            self.record.tape, self._tape_rows = None, 1 << 62
+            return
+        layers, width = self._tape
+        fits = tape.ndim == 3 and (tape.shape[0], tape.shape[2]) == (layers, width) and tape.stride()[1:] == (width, 1)
+        if not fits or tape.dtype != torch.float32 or not tape.is_cpu:
+            raise ValueError(
+                f"the tape is {tape.dtype} of shape {tuple(tape.shape)} on {tape.device}; it must be float32 "
+                f"({layers}, rows, {width}) with contiguous rows, on the CPU"
+            )
+        self._on_tape = tape, _addresses(list(tape))  # read by every call until the next one is given
+        self.record.tape, self._tape_rows = ctypes.cast(self._on_tape[1], ctypes.c_void_p).value, tape.shape[1]
 
     def prepare(self, rows: int) -> None:
         """Write what this call needs into the record; ValueError where there is no room for the rows."""
         if rows < 1:
             raise ValueError(f"a sequence has {rows} rows; each must have at least 1")
+        if rows > self._tape_rows:
+            raise ValueError(f"a sequence has {rows} rows; its tape has room for {self._tape_rows}")
         if self.latents:
             if len(self.pages) * self.page_rows < self.tokens + rows:
                 held = f"{len(self.pages)} pages of {self.page_rows} rows"
@@ -250,15 +275,20 @@ class Decoder:
         rows: Sequence[int],
         chosen: Sequence[int],
         with_hidden: bool,
-    ) -> tuple[Float[Tensor, "n vocab"], Float[Tensor, "N D"] | None]:
-        """Logits of the chosen rows, and the final normed hidden of all if asked for. `ids` holds rows[i] tokens of
+        tapped: Sequence[int] = (),
+    ) -> tuple[Float[Tensor, "n vocab"], Float[Tensor, "N D"] | None, Float[Tensor, "N taps D"]]:
+        """Logits of the chosen rows, the final normed hidden of all if asked for, and what the attentions of the tapped
+        layers read before their norm (the number of layers means the last read). `ids` holds rows[i] tokens of
         sequences[i], one after the other. ValueError before anything is moved on."""
         tokens, wanted = self._checked(ids, sequences, rows, chosen), array("q", chosen)
         records = array("q", [sequence.address for sequence in sequences])
         logits = torch.empty(len(chosen), self.model.vocab)
         hidden = torch.empty(len(tokens), self.model.hidden) if with_hidden else None
+        taps, places = torch.empty(len(tokens), len(tapped), self.model.hidden), array("q", tapped)
         self._reserve(len(tokens))
         call = self._call
+        call.tapped, call.tap_count = places.buffer_info()
+        call.taps = taps.data_ptr()
         call.sequences, call.sequence_count = records.buffer_info()
         call.ids, call.rows = tokens.buffer_info()
         call.chosen, call.chosen_count = wanted.buffer_info()
@@ -268,7 +298,18 @@ class Decoder:
         _library().decode(ctypes.byref(call))
         for sequence, count in zip(sequences, rows):
             sequence.tokens += count
-        return logits, hidden
+        return logits, hidden, taps
+
+    def replay(self, sequences: Sequence[SequenceMemory], rows: Sequence[int]) -> None:
+        """Move the KDA memory of each on by the first rows of its tape."""
+        for sequence, count in zip(sequences, rows, strict=True):
+            if not sequence.record.tape:
+                raise ValueError("a sequence has no tape; record_on gives it one")
+            sequence.prepare(count)
+        records, call = array("q", [sequence.address for sequence in sequences]), self._call
+        call.sequences, call.sequence_count = records.buffer_info()
+        call.threads = torch.get_num_threads()
+        _library().decode_replay(ctypes.byref(call))
 
     def _checked(
         self, ids: Tensor, sequences: Sequence[SequenceMemory], rows: Sequence[int], chosen: Sequence[int]

@@ -21,6 +21,16 @@ from torch import Tensor
 from nanok3.config import K3Config
 
 
+@dataclass(frozen=True)
+class Projected:
+    """What a KDA layer makes of its input before tokens meet: the convolutions' inputs, the gate's low-rank input, and
+    the logits of beta."""
+
+    inputs: tuple[Float[Tensor, "B T HK"], Float[Tensor, "B T HK"], Float[Tensor, "B T HK"]]
+    gate: Float[Tensor, "B T R"]
+    beta: Float[Tensor, "B T H"]
+
+
 @dataclass
 class KDAState:
     """conv (B, 3, W-1, H*K): last inputs of the q, k and v convolutions, oldest first; recurrent (B, H, K, V).
@@ -28,6 +38,8 @@ class KDAState:
 
     conv: Float[Tensor, "B 3 W HK"]
     recurrent: Float[Tensor, "B H K V"]
+    tape: list[Projected] | None = None
+    """Where each call leaves what it projected, for a replay (kda_replay.py)."""
 
     @property
     def layout(self) -> tuple[object, ...]:

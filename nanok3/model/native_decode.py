@@ -52,10 +52,12 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Step:
-    """logits: of the wanted rows, float32; hidden: of all rows after the final norm, if asked for."""
+    """logits: of the wanted rows, float32; hidden: of all rows after the final norm, if asked for; taps: what the
+    attentions of the tapped layers read before their norm."""
 
     logits: Float[Tensor, "n vocab"]
     hidden: Float[Tensor, "N D"] | None = None
+    taps: Float[Tensor, "N taps D"] | None = None
 
 
 def refusal(model: K3) -> str | None:
@@ -145,19 +147,31 @@ class NativeDecoder:
         rows: Sequence[int] | None = None,
         wanted: Sequence[int] | None = None,
         hidden: bool = False,
+        tapped: Sequence[int] = (),
     ) -> Step:
         """Read rows[i] tokens (1 each by default) of every sequence, one sequence after the other in `ids`.
 
-        wanted: rows whose logits are returned, by default the last of each sequence; () for none. The memories are
-        moved on in place. ValueError on bad input, and then nothing has moved.
+        wanted: rows whose logits are returned, by default the last of each sequence; () for none. tapped: layers whose
+        input is wanted, the number of layers for the last read. The memories are moved on in place, but for those with
+        a tape (`SequenceMemory.record_on`). ValueError on bad input, and then nothing has moved.
         """
         rows = [1] * len(sequences) if rows is None else rows
         if wanted is None:
             wanted = [end - 1 for end in itertools.accumulate(rows)]
         if self._moved():
             self._build()
-        logits, final = self._decoder.run(ids, sequences, rows, wanted, hidden)
-        return Step(logits, final)
+        return Step(*self._decoder.run(ids, sequences, rows, wanted, hidden, tapped))
+
+    def tape(self, rows: int) -> Float[Tensor, "layers rows width"]:
+        """One with room for as many rows of a sequence."""
+        from nanok3.kernels.decode_cpu import TAPE
+
+        return torch.empty(self.layout.kda_layers, rows, TAPE * self.layout.conv[2])
+
+    def replay(self, sequences: Sequence[SequenceMemory], rows: Sequence[int]) -> None:
+        """Move the KDA memory of each sequence on by the first rows[i] rows of its tape: bit for bit what reading them
+        one by one would have made of it."""
+        self._decoder.replay(sequences, rows)
 
     def step_state(
         self, ids: Int[Tensor, "B T"], state: ModelState, every_row: bool = False, hidden: bool = False

@@ -20,7 +20,7 @@ class Decoder {
     int64_t kda = 0, mla = 0;
     for (int64_t i = 0; i < m_.layer_count; ++i) {
       const Layer& l = m_.layers[i];
-      read_depth(l.attention_mix_norm, l.attention_mix_query, l.input_norm, false);
+      read_depth(l.attention_mix_norm, l.attention_mix_query, l.input_norm, false, i);
       if (m_.block < 0 || (m_.block && i % m_.block == 0)) depth_.close();
       if (l.is_mla) attend(l, mla++);
       else remember(l, kda++);
@@ -28,7 +28,7 @@ class Decoder {
       if (m_.block < 0) depth_.close();
       feed(l);
     }
-    read_depth(m_.final_mix_norm, m_.final_mix_query, m_.final_norm, true);
+    read_depth(m_.final_mix_norm, m_.final_mix_query, m_.final_norm, true, m_.layer_count);
     finish();
   }
 
@@ -40,12 +40,14 @@ class Decoder {
     });
   }
 
-  // x = norm(read(depth)) for every row.
-  void read_depth(const Vector& mix_norm, const Vector& mix_query, const Vector& norm, bool last) {
+  // x = norm(read(depth)) for every row; what was read is kept where `place` is tapped.
+  void read_depth(const Vector& mix_norm, const Vector& mix_query, const Vector& norm, bool last, int64_t place = -1) {
     team_.share(N_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         float* x = b_.x + r * b_.hidden;
         const float* h = depth_.read(r, mix_norm, mix_query, last, x);
+        for (int64_t t = 0; t < c_.tap_count; ++t)
+          if (c_.tapped[t] == place) memcpy(c_.taps + (r * c_.tap_count + t) * m_.hidden, h, size_t(m_.hidden) * 4);
         rms_norm(h, m_.hidden, norm.floats(0, m_.hidden, scratch(size_t(m_.hidden))), m_.eps, x);
       }
     });
@@ -185,6 +187,18 @@ int64_t decode_workspace(const Model* model, int64_t rows) { return Buffers(*mod
 // Reads all rows into their sequences' memory, and writes the logits of the chosen ones.
 void decode(const Call* call) {
   Team::run(int(call->threads), [&](Member team) { Decoder(*call, team).run(); });
+}
+
+// Moves the KDA memory of all sequences on by `rows` rows each of their tapes.
+void decode_replay(const Call* call) {
+  const int64_t heads = call->model->kda_heads;
+  int64_t layers = 0;
+  for (int64_t i = 0; i < call->model->layer_count; ++i) layers += !call->model->layers[i].is_mla;
+  Team::run(int(call->threads), [&](Member team) {
+    team.share(call->sequence_count * layers * heads, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) kda::replay(*call->model, *call->sequences[i / (layers * heads)], i / heads % layers, i % heads);
+    });
+  });
 }
 
 // Sizes of the records, to be compared with their mirror.

@@ -4,6 +4,10 @@
 //
 // One pass over S takes both products, with the decayed S and k and with it and q; the output then is
 // S^T q + (q . k) beta e. The second pass finds S in the nearest cache.
+//
+// Rows that may turn out wrong, as those of a draft do, leave the memory as it is: they work on a copy of S, and a tape
+// keeps of each what moves the memory on, the convolutions' inputs, k, e^g and u = beta e. `replay` does the rest for as
+// many of them as were right, with the same arithmetic, so that the result is that of reading them one by one.
 #pragma once
 #include "decode_rows.h"
 
@@ -69,10 +73,27 @@ inline void decay(const Model& m, float rate, const float* z, const float* dt_bi
   }
 }
 
-// NV vectors of columns of the state: what the head's comment says. ak = a * k, aq = a * q.
+// S <- Diag(a) S + k u^T in NV vectors of columns.
+template <int NV>
+INLINE void write_columns(int64_t K, int64_t V, float* S, const float* a, const float* k, const vf (&u)[NV]) {
+  for (int64_t i = 0; i < K; ++i) {
+    vf keep = splat(a[i]), along = splat(k[i]);
+    UNROLL
+    for (int j = 0; j < NV; ++j) {
+      float* s = S + i * V + j * W;
+      store(s, load(s) * keep + along * u[j]);
+    }
+  }
+}
+
+INLINE void write_column(int64_t K, int64_t V, float* S, const float* a, const float* k, float u) {
+  for (int64_t i = 0; i < K; ++i) S[i * V] = S[i * V] * a[i] + k[i] * u;
+}
+
+// NV vectors of columns of the state: what the head's comment says. ak = a * k, aq = a * q; v becomes u.
 template <int NV>
 INLINE void step_columns(int64_t K, int64_t V, float* S, const float* a, const float* ak, const float* aq, const float* k,
-                         const float* v, float beta, float qk, float* o) {
+                         float* v, float beta, float qk, float* o) {
   vf p[NV] = {}, r[NV] = {};
   for (int64_t i = 0; i < K; ++i) {
     vf with_k = splat(ak[i]), with_q = splat(aq[i]);
@@ -88,27 +109,23 @@ INLINE void step_columns(int64_t K, int64_t V, float* S, const float* a, const f
   for (int j = 0; j < NV; ++j) {
     e[j] = beta * (load(v + j * W) - p[j]);
     store(o + j * W, r[j] + qk * e[j]);
+    store(v + j * W, e[j]);
   }
-  for (int64_t i = 0; i < K; ++i) {
-    vf keep = splat(a[i]), along = splat(k[i]);
-    UNROLL
-    for (int j = 0; j < NV; ++j) {
-      float* s = S + i * V + j * W;
-      store(s, load(s) * keep + along * e[j]);
-    }
-  }
+  write_columns<NV>(K, V, S, a, k, e);
 }
 
 INLINE void step_column(int64_t K, int64_t V, float* S, const float* a, const float* ak, const float* aq, const float* k,
-                        float v, float beta, float qk, float* o) {
+                        float* v, float beta, float qk, float* o) {
   float p = 0, r = 0;
   for (int64_t i = 0; i < K; ++i) p += S[i * V] * ak[i], r += S[i * V] * aq[i];
-  const float e = beta * (v - p);
+  const float e = beta * (*v - p);
   *o = r + qk * e;
-  for (int64_t i = 0; i < K; ++i) S[i * V] = S[i * V] * a[i] + k[i] * e;
+  *v = e;
+  write_column(K, V, S, a, k, e);
 }
 
-INLINE void step(int64_t n, float* S, const float* a, float* ak, float* aq, const float* q, const float* k, const float* v,
+// v becomes u = beta e.
+INLINE void step(int64_t n, float* S, const float* a, float* ak, float* aq, const float* q, const float* k, float* v,
                  float beta, float* o) {
   float sums[1];
   sum_columns<1>(n, sums, [&](int64_t i, auto part, vf(&s)[1]) {
@@ -120,13 +137,14 @@ INLINE void step(int64_t n, float* S, const float* a, float* ak, float* aq, cons
   int64_t c = 0;
   for (; c + 4 * W <= n; c += 4 * W) step_columns<4>(n, n, S + c, a, ak, aq, k, v + c, beta, sums[0], o + c);
   for (; c + W <= n; c += W) step_columns<1>(n, n, S + c, a, ak, aq, k, v + c, beta, sums[0], o + c);
-  for (; c < n; ++c) step_column(n, n, S + c, a, ak, aq, k, v[c], beta, sums[0], o + c);
+  for (; c < n; ++c) step_column(n, n, S + c, a, ak, aq, k, v + c, beta, sums[0], o + c);
 }
 
 // One head of one sequence: `row` is its first row in the call, `layer` its number among the KDA layers.
 inline void head(const Model& m, const Layer& l, const Buffers& b, const Sequence& s, int64_t row, int64_t layer, int64_t h) {
   const int64_t n = m.kda_dim, width = b.inner, first = h * n, rows = s.rows, stride = 3 * width;
-  float* space = scratch(size_t(3 * rows * n + 3 * n + (m.taps + 2) * n));
+  float* tape = s.tape ? s.tape[layer] : nullptr;
+  float* space = scratch(size_t(3 * rows * n + 3 * n + (m.taps + 2) * n + (tape ? n * n : 0)));
   float *q = space, *k = q + rows * n, *v = k + rows * n, *a = v + rows * n, *ak = a + n, *aq = ak + n, *spare = aq + n;
   const Vector* conv[3] = {&l.q_conv, &l.k_conv, &l.v_conv};
   float* convolved[3] = {q, k, v};
@@ -134,8 +152,12 @@ inline void head(const Model& m, const Layer& l, const Buffers& b, const Sequenc
     float* history = s.conv[layer] + i * (m.taps - 1) * width;
     const float* u = b.qkv + row * stride + i * width;
     convolve(m, *conv[i], history, u, stride, width, first, n, rows, convolved[i], spare);
-    keep_inputs(m, history, u, stride, width, first, n, rows);
+    if (!tape) keep_inputs(m, history, u, stride, width, first, n, rows);
+    else
+      for (int64_t r = 0; r < rows; ++r) memcpy(tape + r * kTape * width + i * width + first, u + r * stride + first, size_t(n) * 4);
   }
+  float* S = s.recurrent[layer] + h * n * n;
+  if (tape) S = static_cast<float*>(memcpy(spare + (m.taps + 2) * n, S, size_t(n * n) * 4));
   const float *dt_bias = l.dt_bias.floats(first, n, spare), *norm = l.o_norm.floats(0, n, spare + n);
   const float A = read_one(l.A_log.data, h, Type(l.A_log.type)), rate = expf(A > 80.0f ? 80.0f : A);
   for (int64_t r = 0; r < rows; ++r) {
@@ -144,9 +166,28 @@ inline void head(const Model& m, const Layer& l, const Buffers& b, const Sequenc
     l2_normalize(k + r * n, n, 1.0f);
     decay(m, rate, b.decay + (row + r) * width + first, dt_bias, n, a);
     const float beta = sigmoid(splat(b.beta[(row + r) * m.kda_heads + h])).value[0];
-    step(n, s.recurrent[layer] + h * n * n, a, ak, aq, q + r * n, k + r * n, v + r * n, beta, o);
+    step(n, S, a, ak, aq, q + r * n, k + r * n, v + r * n, beta, o);
+    if (tape) {
+      const float* kept[3] = {k + r * n, a, v + r * n};
+      for (int i = 0; i < 3; ++i) memcpy(tape + (r * kTape + 3 + i) * width + first, kept[i], size_t(n) * 4);
+    }
     rms_norm(o, n, norm, m.eps, o);
     apply_gate(o, b.kda_gate + (row + r) * width + first, n);
+  }
+}
+
+// Moves one head's memory on by the sequence's rows, which its tape holds.
+inline void replay(const Model& m, const Sequence& s, int64_t layer, int64_t h) {
+  const int64_t n = m.kda_dim, width = m.kda_heads * n, first = h * n, stride = kTape * width;
+  const float* tape = s.tape[layer];
+  for (int i = 0; i < 3; ++i)
+    keep_inputs(m, s.conv[layer] + i * (m.taps - 1) * width, tape + i * width, stride, width, first, n, s.rows);
+  float* S = s.recurrent[layer] + h * n * n;
+  for (int64_t r = 0; r < s.rows; ++r) {
+    const float *k = tape + r * stride + 3 * width + first, *a = k + width, *u = a + width;
+    int64_t c = 0;
+    for (; c + W <= n; c += W) write_columns<1>(n, n, S + c, a, k, {load(u + c)});
+    for (; c < n; ++c) write_column(n, n, S + c, a, k, u[c]);
   }
 }
 

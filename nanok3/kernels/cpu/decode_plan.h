@@ -56,8 +56,12 @@ struct Sequence {
   void* const* latents;
   const int64_t* pages;
   int64_t page_rows, page_stride;
+  float* const* tape;  // null: the memory is moved on; else it stays, and each KDA layer's rows are kept here
   int32_t latent_type;
 };
+
+// Times heads * dim numbers that a row takes on a tape: the inputs of three convolutions, k, e^g and u.
+constexpr int64_t kTape = 6;
 
 struct Call {
   const Model* model;
@@ -67,6 +71,9 @@ struct Call {
   const int64_t* chosen;  // rows whose logits are wanted
   int64_t chosen_count;
   float *logits, *hidden;  // (chosen, vocab), or null; (rows, hidden) after the final norm, or null
+  const int64_t* tapped;   // layers whose attention's input before its norm is wanted; layer_count: the last read
+  int64_t tap_count;
+  float* taps;             // (rows, tap_count, hidden)
   float* workspace;        // decode_workspace(model, capacity) floats, zero when it was made
   int64_t capacity;        // rows it was made for
   int64_t threads;
