@@ -2,13 +2,16 @@
 
     nanok3 tokenizer --out runs/quality/tokenizer
     nanok3 data --tokenizer runs/quality/tokenizer --out runs/quality/data
-    python bench/qat.py
+    python bench/qat.py                    MLPs are routed experts and nothing else: what the rounding is felt in
+    python bench/qat.py --model family     K3 in small, where shared experts carry the load
+    python bench/qat.py --model memory     two layers that learn random sequences by heart, in nats a token
 
 One run of K3 is trained to step `steps - qat_steps` and goes on from there three times, over the same text at the same
 learning rates: without QAT, with weights in MXFP4, and with inputs in MXFP8 too. So all three have seen the same, and
 what differs is what their last steps were trained for. Each is then measured on held-out text as trained and as served.
 
-    lost        bits per byte above the run without QAT, not rounded
+    score       bits per byte of held-out text
+    lost        thousandths of that above the run without QAT, not rounded
     recovered   1 - lost with QAT / lost by rounding the run without QAT afterwards, served the same way
 """
 
@@ -16,13 +19,15 @@ from __future__ import annotations
 
 import copy
 import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import harness
 import torch
+import torch.nn.functional as F
 import tyro
 from quality import held_out
 
@@ -33,6 +38,8 @@ from nanok3.model.decoder import K3
 from nanok3.quant.qat import QAT
 from nanok3.train.loop import Trainer
 from nanok3.train.machine import keep_freed_memory
+from nanok3.train.muon import K3Optimizer, OptimizerSettings
+from nanok3.train.schedule import learning_rate
 from nanok3.train.settings import TrainSettings
 
 SERVED = (("w4a16", "ceil"), ("w4a16", "floor"), ("w4a16", "even"), ("w4a8", "ceil"))
@@ -45,6 +52,9 @@ TRAINED = (("w4a16", "ceil"), ("w4a8", "ceil"))
 class Options(harness.Options):
     rounds: int = 2
     """Seeds: 0, 1, ..."""
+    model: Literal["experts", "family", "memory"] = "experts"
+    """family: K3Config.small at the depth; experts: the same without shared experts and dense MLP, 8 experts of double
+    width, one a token."""
     depth: int = 5
     steps: int = 300
     qat_steps: int = 100
@@ -55,6 +65,14 @@ class Options(harness.Options):
     """Held-out bytes of each slice; 0 for all."""
     data: Path = Path("runs/quality/data")
     json: Path = Path("runs/bench/qat.json")
+
+
+def config(options: Options) -> K3Config:
+    cfg = K3Config.small().at_depth(options.depth)
+    if options.model == "family":
+        return cfg
+    sizes = {"num_experts": 8, "num_experts_per_token": 1, "moe_intermediate_size": 2 * cfg.moe_intermediate_size}
+    return replace(cfg, num_shared_experts=0, first_k_dense_replace=0, **sizes)
 
 
 def trainer_of(options: Options, data: Prepared, seed: int, run: Path, **changes: Any) -> Trainer:
@@ -71,11 +89,51 @@ def trainer_of(options: Options, data: Prepared, seed: int, run: Path, **changes
     )
     settings = replace(settings, **changes)
     torch.manual_seed(seed)
-    model = K3(K3Config.small().at_depth(options.depth).with_vocabulary(data.manifest["vocab_size"]))
+    model = K3(config(options).with_vocabulary(data.manifest["vocab_size"]))
     loader = MixtureLoader(data.sources(), data.weights(), settings.batch_size, settings.seq_len, seed)
     tokenizer = data.tokenizer()
     sizes = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size - 256)] + [0] * 256)
     return Trainer(model, loader, settings, run, sizes)
+
+
+def remembered(options: Options, seed: int) -> Iterator[dict[str, Any]]:
+    """256 sequences of 24 random tokens, learned by heart at the edge of what the experts hold; the whole batch a step.
+    Scores are nats a token on these very sequences."""
+    torch.manual_seed(seed)
+    cfg = K3Config.tiny().at_depth(2).with_vocabulary(512)
+    cfg = replace(cfg, num_experts=4, num_experts_per_token=1, moe_intermediate_size=128)
+    base = K3(replace(cfg, num_shared_experts=0, first_k_dense_replace=0))
+    ids, rules = torch.randint(0, 200, (256, 24)), OptimizerSettings(lr=2e-2, adam_lr_scale=0.4)
+
+    def loss(model: K3) -> torch.Tensor:
+        return F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def steps(model: K3, optimizer: K3Optimizer, first: int, last: int, qat: QAT) -> None:
+        for step in range(first, last):
+            optimizer.lr = learning_rate(step, options.steps, rules.lr, 0.02, options.final_lr)
+            with qat.projected():
+                loss(model).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            qat.stepped()
+            optimizer.zero_grad()
+
+    optimizer, begun = K3Optimizer(base, rules), options.steps - options.qat_steps
+    steps(base, optimizer, 0, begun, QAT(base))
+
+    def finished(mode: str, rule: str) -> K3:
+        model = copy.deepcopy(base)
+        own = K3Optimizer(model, rules)
+        own.load_state_dict(optimizer.state_dict())
+        steps(model, own, begun, options.steps, QAT(model, mode, rule))
+        return model
+
+    def score(model: K3, mode: str, rule: str) -> float:
+        model = copy.deepcopy(model)
+        with torch.no_grad(), QAT(model, mode, rule).projected():
+            return float(loss(model))
+
+    yield from compared(seed, finished, score)
 
 
 def train(trainer: Trainer, until: int) -> None:
@@ -90,7 +148,8 @@ def bits(options: Options, data: Prepared, model: K3, mode: str, rule: str) -> f
         return held_out(model, data, 512, options.bytes or None)["all"]
 
 
-def one_seed(options: Options, data: Prepared, seed: int, run: Path) -> list[dict[str, Any]]:
+def one_seed(options: Options, data: Prepared, seed: int, run: Path) -> Iterator[dict[str, Any]]:
+    """Its rows, as they are found."""
     base = trainer_of(options, data, seed, run / "base")
     train(base, options.steps - options.qat_steps)
     weights, state = copy.deepcopy(base.model.state_dict()), copy.deepcopy(base.state_dict())
@@ -103,37 +162,45 @@ def one_seed(options: Options, data: Prepared, seed: int, run: Path) -> list[dic
         assert isinstance(trainer.model, K3)
         return trainer.model
 
-    def row(trained: str, mode: str, rule: str, found: float) -> dict[str, Any]:
-        served = "float32" if mode == "off" else f"{mode} {rule}"
-        return {"trained": trained, "served": served, "seed": seed, "bits_per_byte": found, "lost": found - exact}
+    yield from compared(seed, finished, lambda model, mode, rule: bits(options, data, model, mode, rule))
 
+
+def compared(
+    seed: int, finished: Callable[[str, str], K3], score: Callable[[K3, str, str], float]
+) -> Iterator[dict[str, Any]]:
+    """One run three ways: finished(mode, rule) trains its last steps, score(model, mode, rule) measures it as served."""
     plain = finished("off", "ceil")
-    exact = bits(options, data, plain, "off", "ceil")
-    rows = [row("without QAT", "off", "", exact)]
+    exact = score(plain, "off", "ceil")
+    yield row("without QAT", "float32", seed, exact, 0.0)
+    afterwards = {}
     for mode, rule in SERVED:
-        rows.append(row("without QAT", mode, rule, bits(options, data, plain, mode, rule)))
+        found = score(plain, mode, rule)
+        afterwards[mode, rule] = 1000 * (found - exact)
+        yield row("without QAT", f"{mode} {rule}", seed, found, afterwards[mode, rule])
     for mode, rule in TRAINED:
-        model = finished(mode, rule)
-        rows.append(row(f"QAT {mode} {rule}", mode, rule, bits(options, data, model, mode, rule)))
-        afterwards = next(r for r in rows if r["served"] == f"{mode} {rule}")
-        rows[-1]["recovered_share"] = 1 - rows[-1]["lost"] / afterwards["lost"]
-    return rows
+        found = score(finished(mode, rule), mode, rule)
+        lost = 1000 * (found - exact)
+        yield row(f"QAT {mode} {rule}", f"{mode} {rule}", seed, found, lost, 1 - lost / afterwards[mode, rule])
+
+
+def row(
+    trained: str, served: str, seed: int | str, found: float, lost: float, recovered: float | None = None
+) -> dict[str, Any]:
+    flat = {"trained": trained, "served": served, "seed": str(seed), "score": f"{found:.5f}"}
+    return {**flat, "lost": lost, "recovered_share": recovered}
 
 
 def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Over the seeds."""
+    """Over the seeds; what is recovered is that of the mean losses."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["trained"], row["served"]), []).append(row)
+    for one in rows:
+        groups.setdefault((one["trained"], one["served"]), []).append(one)
     lost = {key: statistics.fmean(r["lost"] for r in group) for key, group in groups.items()}
     found = []
     for (trained, served), group in groups.items():
-        mean = {"trained": trained, "served": served, "seed": "mean"}
-        mean["bits_per_byte"] = statistics.fmean(r["bits_per_byte"] for r in group)
-        mean["lost"] = lost[trained, served]
-        if "recovered_share" in group[0]:
-            mean["recovered_share"] = 1 - mean["lost"] / lost["without QAT", served]
-        found.append(mean)
+        mean = statistics.fmean(float(r["score"]) for r in group)
+        recovered = 1 - lost[trained, served] / lost["without QAT", served] if trained != "without QAT" else None
+        found.append(row(trained, served, "mean", mean, lost[trained, served], recovered))
     return found
 
 
@@ -141,10 +208,15 @@ def main(options: Options) -> None:
     keep_freed_memory()
     torch.set_num_threads(options.threads)
     print(harness.machine_line(options.threads))
-    data, table = Prepared(options.data), harness.Table()
+    table = harness.Table()
     with TemporaryDirectory() as folder:
         for seed in range(options.rounds):
-            table.add(one_seed(options, data, seed, Path(folder) / str(seed)))
+            if options.model == "memory":
+                rows = remembered(options, seed)
+            else:
+                rows = one_seed(options, Prepared(options.data), seed, Path(folder) / str(seed))
+            for found in rows:
+                table.add([found])
     table.add(means(table.records))
     harness.write_json(options.json, table.records, options)
 
