@@ -168,7 +168,7 @@ def one_seed(options: Options, data: Prepared, seed: int, run: Path) -> Iterator
 def compared(
     seed: int, finished: Callable[[str, str], K3], score: Callable[[K3, str, str], float]
 ) -> Iterator[dict[str, Any]]:
-    """One run three ways: finished(mode, rule) trains its last steps, score(model, mode, rule) measures it as served."""
+    """One run three ways: finished(mode, rule) trains its last steps, score(model, mode, rule) measures the served."""
     plain = finished("off", "ceil")
     exact = score(plain, "off", "ceil")
     yield row("without QAT", "float32", seed, exact, 0.0)
