@@ -202,7 +202,7 @@ class K3(nn.Module):
         packed into one row (B = 1), none of which sees another. state: read on from it; it is advanced."""
         hidden = Hidden() if return_hidden else None
         with _wholly(state):
-            final = self._run(input_ids, pixel_values, grid_thw, cu_seqlens, state, hidden)
+            final = self._run(input_ids, pixel_values, grid_thw, cu_seqlens, state, hidden, None)
             logits = self.lm_head(final)
         if hidden is not None:
             hidden.final = final
@@ -215,10 +215,12 @@ class K3(nn.Module):
         grid_thw: Int[Tensor, "items 3"] | None = None,
         cu_seqlens: Int[Tensor, " n1"] | None = None,
         state: ModelState | None = None,
+        features: Float[Tensor, "rows D"] | None = None,
     ) -> Float[Tensor, "B T D"]:
-        """The final normed hidden, before the head: what a loss in chunks, or a draft, reads."""
+        """The final normed hidden, before the head: what a loss in chunks, or a draft, reads. features: what `vision`
+        made of the pictures before, in place of their pixels."""
         with _wholly(state):
-            return self._run(input_ids, pixel_values, grid_thw, cu_seqlens, state, None)
+            return self._run(input_ids, pixel_values, grid_thw, cu_seqlens, state, None, features)
 
     def vision(
         self, pixel_values: Float[Tensor, "N 3 P P"], grid_thw: Int[Tensor, "items 3"]
@@ -256,13 +258,17 @@ class K3(nn.Module):
         cu_seqlens: Tensor | None,
         state: ModelState | None,
         hidden: Hidden | None,
+        features: Tensor | None,
     ) -> Tensor:
         self._check(input_ids, cu_seqlens, state)
         embedded = self.model.embed_tokens(input_ids).to(self._dtype())
-        if pixel_values is not None:
+        if pixel_values is not None or features is not None:
             if grid_thw is None:
                 raise ValueError("pixel_values were given without grid_thw; each picture needs its (t, h, w) row")
-            embedded = self._with_pictures(embedded, input_ids, pixel_values, grid_thw, cu_seqlens)
+            if pixel_values is not None:
+                features = self.vision(pixel_values, grid_thw)
+            assert features is not None
+            embedded = self._with_pictures(embedded, input_ids, features, grid_thw, cu_seqlens)
         with _RouterTap(self.model.layers, hidden):
             final = self.model(embedded, cu_seqlens, state, hidden)
         if state is not None:
@@ -273,11 +279,10 @@ class K3(nn.Module):
         self,
         embedded: Tensor,
         input_ids: Tensor,
-        pixel_values: Tensor,
+        features: Tensor,
         grid_thw: Tensor,
         cu_seqlens: Tensor | None,
     ) -> Tensor:
-        features = self.vision(pixel_values, grid_thw)
         assert self.cfg.merge_kernel_size and self.cfg.media_placeholder_token_id is not None
         merged = self.cfg.merge_kernel_size[0] * self.cfg.merge_kernel_size[1]
         rows = [int(h) * int(w) // merged for _, h, w in grid_thw.tolist()]

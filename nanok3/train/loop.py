@@ -1,8 +1,10 @@
 """The training loop: microbatches in, one optimizer step out, everything else around it.
 
     for each step
+        pictures                   through the vision tower, where the data has any (train/sight.py)
         for each microbatch        forward under the observers; loss over the vocabulary in chunks; backward
                                    (with `qat`, on the experts as they will be served)
+        pictures                   backward through the tower
         gradient norm              finite? no spike? clip to 1
         Muon and AdamW             at the learning rate of this point of the schedule
         Quantile Balancing         router biases for the next step
@@ -37,13 +39,14 @@ from nanok3.ledger import flops_per_token
 from nanok3.model.decoder import K3
 from nanok3.quant.qat import QAT
 from nanok3.train.checkpoint import checkpoints, save_checkpoint
-from nanok3.train.loss import IGNORE, count_targets, cross_entropy, step_loss
+from nanok3.train.loss import count_targets, cross_entropy, step_loss
 from nanok3.train.machine import matmul_rate
 from nanok3.train.muon import K3Optimizer, OptimizerSettings
 from nanok3.train.qk_clip import QKClip
 from nanok3.train.quantile_balancing import QuantileBalancer
 from nanok3.train.schedule import learning_rate
 from nanok3.train.settings import TrainSettings
+from nanok3.train.sight import Sight, check_sight, read
 from nanok3.train.track import Tracker
 
 SCHEDULE_TICKS = 1_000_000
@@ -77,6 +80,9 @@ class StepResult:
     max_logit: float | None  # of attention, on the steps that look
     loads: list[list[float]]
     ids: list[Any]
+    pictures: int = 0
+    patches: int = 0
+    vision_seconds: float = 0.0  # tower and projector, forward and backward
 
     @property
     def bits_per_byte(self) -> float:
@@ -105,7 +111,9 @@ class Trainer:
     ) -> None:
         if settings.save_every and isinstance(model, Baseline):
             raise ValueError(f"save_every is {settings.save_every}; a baseline keeps no checkpoints, it must be 0")
+        check_sight(model, [stream.source.name for stream in loader.streams if stream.source.pictures])
         self.clock = clock
+        self.sight = Sight(model, clock)
         self.model, self.loader, self.settings, self.run = model, loader, settings, run
         self.validation, self.sample, self.say = validation or {}, sample, report
         s = settings
@@ -141,7 +149,9 @@ class Trainer:
         batches = [next(self.batches).to(self.device) for _ in range(self.settings.accumulate)]
         tokens = sum(count_targets(b.targets) for b in batches)
         with self.qat.projected():
+            self.sight.look(batches)
             loss = sum(self._backward(batch, tokens) for batch in batches) / max(tokens, 1)
+            self.sight.learn()
         vision = self._vision_grad_norm()
         grad_norm = float(nn.utils.clip_grad_norm_(self._parameters(), self.settings.grad_clip, foreach=True))
         ids = [i for b in batches for i in b.ids]
@@ -154,13 +164,14 @@ class Trainer:
         logits = self.clip.step()
         byte_count = sum(int(self.bytes_of[b.targets.clamp(min=0)][b.targets >= 0].sum()) for b in batches)
         fractions = [(load.loads / max(float(load.loads.sum()), 1.0)).tolist() for load in loads]
-        return StepResult(loss, tokens, byte_count, grad_norm, vision, _largest(logits), fractions, ids)
+        seen = (self.sight.pictures, self.sight.patches, self.sight.seconds)
+        return StepResult(loss, tokens, byte_count, grad_norm, vision, _largest(logits), fractions, ids, *seen)
 
     def _backward(self, batch: Batch, tokens_of_step: int) -> float:
         targets = batch.targets.view(1, -1)
-        # Padding predicts nothing and must not count as load.
-        with self.balancer.observe(targets != IGNORE), self.clip.observe():
-            hidden = self.model.hidden_states(batch.input_ids.view(1, -1), cu_seqlens=batch.cu_seqlens)
+        # Padding must not count as load; pictures, which predict nothing either, are work for the experts.
+        with self.balancer.observe(batch.filled), self.clip.observe():
+            hidden = self.sight.hidden(batch)
         loss_sum, _ = cross_entropy(hidden, self.model.lm_head.weight, targets)
         step_loss(loss_sum, tokens_of_step).backward()
         return float(loss_sum.detach())
@@ -263,6 +274,7 @@ class Trainer:
             load_max_over_mean=_worst(result.loads),
             dead_experts=_dead(result.loads),
             **({} if result.max_logit is None else {"max_logit": result.max_logit}),
+            **_sight_fields(result, seconds),
             seconds=p.seconds,
         )
         if p.step % self.settings.loads_every == 0 and result.loads:
@@ -294,6 +306,7 @@ class Trainer:
             f"{self.utilisation(rate):.0%} of peak",
             f"load {_worst(result.loads):.1f}x, {_dead(result.loads)} dead",
             f"|g| {result.grad_norm:.2f}",
+            *([f"tower {result.vision_seconds / max(seconds, 1e-9):.0%}"] if result.pictures else []),
             f"{_clock(max(left, 0))} left",
         ]
         return " · ".join(parts)
@@ -333,7 +346,7 @@ class Trainer:
     def _score(self, batches: list[Batch]) -> dict[str, float]:
         nats, tokens, size = 0.0, 0, 0
         for batch in (b.to(self.device) for b in batches):
-            hidden = self.model.hidden_states(batch.input_ids.view(1, -1), cu_seqlens=batch.cu_seqlens)
+            hidden = read(self.model, batch)
             loss_sum, n = cross_entropy(hidden, self.model.lm_head.weight, batch.targets.view(1, -1))
             nats, tokens = nats + float(loss_sum), tokens + n
             size += int(self.bytes_of[batch.targets.clamp(min=0)][batch.targets >= 0].sum())
@@ -404,6 +417,14 @@ def _worst(loads: list[list[float]]) -> float:
 
 def _dead(loads: list[list[float]]) -> int:
     return sum(share == 0 for layer in loads for share in layer)
+
+
+def _sight_fields(result: StepResult, seconds: float) -> dict[str, float]:
+    """Pictures and patches of a step, and the tower's share of its time; nothing for a model that reads text only."""
+    if result.vision_grad_norm is None:
+        return {}
+    share = result.vision_seconds / max(seconds, 1e-9)
+    return {"pictures": result.pictures, "patches": result.patches, "vision_share": share}
 
 
 def _largest(logits: dict[str, Tensor]) -> float | None:

@@ -1,6 +1,6 @@
 """Activation checkpointing, applied to a built model from outside: a layer's inner activations are thrown away in the
 forward pass and made again in the backward. What a layer keeps is its two inputs; the mixes over depth keep only
-references (model/attn_res.py)."""
+references (model/attn_res.py). Of the vision tower each block is a layer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from nanok3.model.decoder import K3, DecoderLayer
 
 
 def recompute_activations(model: K3) -> None:
-    """Checkpoint both halves of every layer. Routing is recomputed from the same bias, since balancing acts only after
-    the backward; observers must not count the second pass (quantile_balancing does not)."""
+    """Checkpoint both halves of every layer, and every block of the vision tower. Routing is recomputed from the same
+    bias, since balancing acts only after the backward; observers must not count the second pass (quantile_balancing
+    does not)."""
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
         for half in ("attend", "feed"):
             setattr(layer, half, partial(checkpoint, getattr(layer, half), use_reentrant=False))
+    for block in model.vision_tower.encoder.blocks if model.cfg.has_vision else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def compile_layers(model: K3) -> None:
