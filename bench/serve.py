@@ -231,16 +231,12 @@ def random_model(preset: random_k3.Preset) -> Path:
 
 
 @contextmanager
-def own_server(options: Options) -> Iterator[str]:
-    """Start `nanok3 serve` on a free port; its URL."""
-    folder = options.serve or random_model(options.preset)
-    command = [sys.executable, "-m", "nanok3", "serve", str(folder), "--port", "0", "--threads", str(options.threads)]
-    log = options.json.with_suffix(".log")
+def own_server(folder: Path, threads: int, log: Path, flags: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
+    """Start `nanok3 serve` on a free port; its URL and its process."""
+    command = [sys.executable, "-m", "nanok3", "serve", str(folder), "--port", "0", "--threads", str(threads), *flags]
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as errors:
-        process = subprocess.Popen(
-            [*command, *shlex.split(options.serve_flags)], stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         limit = threading.Timer(READY_SECONDS, process.kill)
         limit.start()
         try:
@@ -250,7 +246,7 @@ def own_server(options: Options) -> Iterator[str]:
             if said is None:
                 raise SystemExit(f"the server did not start: see {log}")
             print(said.strip())
-            yield "http://" + said.split("http://", 1)[1].split("/", 1)[0].rstrip(",\n")
+            yield "http://" + said.split("http://", 1)[1].split("/", 1)[0].rstrip(",\n"), process.pid
         finally:
             limit.cancel()
             process.send_signal(signal.SIGTERM)
@@ -266,7 +262,8 @@ def server_of(options: Options) -> Iterator[str]:
     if options.base_url:
         yield options.base_url
     else:
-        with own_server(options) as url:
+        folder, log = options.serve or random_model(options.preset), options.json.with_suffix(".log")
+        with own_server(folder, options.threads, log, shlex.split(options.serve_flags)) as (url, _):
             yield url
 
 

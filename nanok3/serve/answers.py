@@ -1,7 +1,7 @@
 """Between the engine's thread and the server's: what the engine says of one request, as something to be awaited.
 
     engine thread    token -> reader (parser, stop strings) -> Piece ---.
-                                           end -> Ended ---------------- loop.call_soon_threadsafe -> queue
+                                           end -> Ended ---------------- Postbox, at the step's end -> queue
     server           async for pieces in answers.pieces(...)            <-'
 
 A request is one job or several: choices, prompts. Who awaits has a reason to stop: the client that goes away. Whatever
@@ -73,6 +73,8 @@ class ClientGone(Exception):
 
 Tell = Callable[[Piece | Ended], None]
 Describe = Callable[[Token], TokenLogprob]
+Inbox = asyncio.Queue[Piece | Ended | None]
+"""What has come for one request; None when its client has gone."""
 
 
 def describer(tokenizer: Tokenizer) -> Describe:
@@ -145,17 +147,41 @@ class TextReader:
         self.tell(Ended(self.index, [ContentDelta(text), end] if text else [end], outcome, 0, self.stops.found))
 
 
+class Postbox:
+    """What one step of the engine says to all who wait, handed over at its end: for every token by itself the server's
+    thread would be woken, and the engine's would wait until that lets it go on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._items: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, Piece | Ended]]] = {}
+        engine.after_step = self.send
+
+    def put(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, item: Piece | Ended) -> None:
+        """From the engine's thread."""
+        self._items.setdefault(loop, []).append((inbox, item))
+
+    def send(self) -> None:
+        items, self._items = self._items, {}
+        for loop, found in items.items():
+            with contextlib.suppress(RuntimeError):  # the server's loop has ended: nobody is left to be told
+                loop.call_soon_threadsafe(_deliver, found)
+
+
+def _deliver(items: list[tuple[Inbox, Piece | Ended]]) -> None:
+    for inbox, item in items:
+        inbox.put_nowait(item)
+
+
 class Answers:
     """The jobs of one request while they run; made in the server's loop."""
 
-    def __init__(self, engine: Engine, gap: Callable[[float], None]) -> None:
+    def __init__(self, engine: Engine, postbox: Postbox, gap: Callable[[float], None]) -> None:
         """gap: told the seconds between two pieces of one answer."""
-        self.engine, self.gap = engine, gap
+        self.engine, self.postbox, self.gap = engine, postbox, gap
         self.jobs: list[Job] = []
         self._open: set[int] = set()
         self._last: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Piece | Ended | None] = asyncio.Queue()
+        self._queue: Inbox = asyncio.Queue()
         self._watch: asyncio.Task[None] | None = None
 
     def tell(self, item: Piece | Ended) -> None:
@@ -165,8 +191,7 @@ class Answers:
             if item.index in self._last:
                 self.gap(now - self._last[item.index])
             self._last[item.index] = now
-        with contextlib.suppress(RuntimeError):  # the server's loop has ended: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+        self.postbox.put(self._loop, self._queue, item)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """All of them or none. RequestError if the engine does not take them."""

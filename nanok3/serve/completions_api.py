@@ -46,7 +46,7 @@ class _Texts:
         return self.texts[index // self.request.n] if self.request.echo else ""
 
     def start(self, server: Server, call: Call) -> Answers:
-        answers = Answers(server.engine, server.metrics.gap)
+        answers = Answers(server.engine, server.postbox, server.metrics.gap)
         request = self.request
         describe = None if request.logprobs is None else describer(server.tokenizer)
         hidden = {*server.engine.ends, *request.sampling.stop_ids}

@@ -207,8 +207,20 @@ class Counters:
     said_tokens: int = 0
     steps: int = 0
     finished: dict[str, int] = field(default_factory=dict)
-    scheduler_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
-    """Of the last steps: time spent on deciding, without the model."""
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Where the time of one step went."""
+
+    deciding: float
+    """Whom to admit, who reads what with which pages, and what of it is kept: all but the model and the answers."""
+    deciding_cpu: float
+    """Of it, what this thread computed; the rest it waited for another thread or program."""
+    reading: float
+    """The model."""
+    answering: float
+    """Sampling, and the readers."""
 
 
 class Engine:
@@ -247,6 +259,9 @@ class Engine:
         self._afterwards = threading.Lock()
         """Once the thread has ended: who does its work holds this."""
         self.on_finish: Callable[[Job, Outcome], None] = lambda job, outcome: None
+        self.on_step: Callable[[StepSeconds], None] = lambda seconds: None
+        self.after_step: Callable[[], None] = lambda: None
+        """Told when readers have been told all that a step brings."""
 
     # ---------------------------------------------------------------- from any thread
 
@@ -418,10 +433,11 @@ class Engine:
             self._inbox.clear()
         for running in left:
             self._finish(running, reason, error)
+        self.after_step()
 
     def step(self) -> None:
         """One step for all jobs."""
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         self._run_errands()
         self._welcome()
         self._dismiss()
@@ -429,10 +445,10 @@ class Engine:
         for piece in work:
             running = self._jobs[piece.sequence.id]
             running.admitted = running.admitted or time.monotonic()
-        deciding = time.perf_counter() - began
+        decided, decided_cpu = time.perf_counter(), time.thread_time()
         scored = frozenset(name for name, running in self._jobs.items() if running.job.prompt_logprobs)
         results = self._read(work, scored)
-        began = time.perf_counter()
+        read, read_cpu = time.perf_counter(), time.thread_time()
         for piece in work:
             result = results.get(piece.sequence.id)
             if isinstance(result, Exception):
@@ -440,14 +456,17 @@ class Engine:
                 self._finish(self._jobs[piece.sequence.id], "error", str(result))
             else:
                 self.scheduler.commit(piece)
-        deciding += time.perf_counter() - began
+        committed, committed_cpu = time.perf_counter(), time.thread_time()
         for piece in work:
             logits = results.get(piece.sequence.id)
             if isinstance(logits, Tensor) and piece.sequence.status is Status.RUNNING:
                 self._use(self._jobs[piece.sequence.id], piece.start, piece.last, logits)
+        self.after_step()
+        answered = time.perf_counter()
         self.checks.step()
         self.counters.steps += 1
-        self.counters.scheduler_seconds.append(deciding)
+        deciding, deciding_cpu = decided - began + committed - read, decided_cpu - cpu + committed_cpu - read_cpu
+        self.on_step(StepSeconds(deciding, deciding_cpu, read - decided, answered - committed))
 
     def _read(self, work: list[Work], scored: frozenset[str]) -> dict[str, Tensor | Exception]:
         try:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nanok3.serve.engine import Engine, Job, Outcome
+from nanok3.serve.engine import Engine, Job, Outcome, StepSeconds
 from nanok3.serve.offload import Offload
 from nanok3.serve.page_pool import Kind
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+"""For what should take no time at all."""
 
 
 class Metrics:
@@ -26,21 +28,32 @@ class Metrics:
         self.registry = prometheus_client.CollectorRegistry()
         self.registry.register(_Readings(engine))  # type: ignore[arg-type]  # all it needs is `collect`
 
-        def histogram(name: str, text: str) -> Any:
-            return prometheus_client.Histogram(f"nanok3_{name}", text, buckets=SECONDS, registry=self.registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Any:
+            return prometheus_client.Histogram(f"nanok3_{name}", text, buckets=buckets, registry=self.registry)
 
         self._first = histogram("time_to_first_token_seconds", "From submission to the first token.")
         self._gap = histogram("inter_token_latency_seconds", "Between two tokens of one answer.")
         self._queue = histogram("request_queue_time_seconds", "From submission to admission.")
         self._whole = histogram("e2e_request_latency_seconds", "From submission to the end.")
+        self._deciding = histogram("scheduler_seconds", "Of a step, beside the model and the answers.", SHORT)
+        self._deciding_cpu = histogram("scheduler_cpu_seconds", "Of it, computing.", SHORT)
+        self._reading = histogram("step_model_seconds", "Of a step, for the model.")
+        self._answering = histogram("step_answer_seconds", "Of a step, for sampling and parsing.", SHORT)
         limits = "Prompts by what kept their prefix hit from being longer."
         self._limits = prometheus_client.Counter("nanok3_cache_limit", limits, ["limit"], registry=self.registry)
-        engine.on_finish = self.finished
+        engine.on_finish, engine.on_step = self.finished, self.stepped
         if engine.offload is not None:
             engine.offload.on_restore = histogram("offload_restore_seconds", "To bring an evicted prefix back.").observe
 
     def gap(self, seconds: float) -> None:
         self._gap.observe(seconds)
+
+    def stepped(self, step: StepSeconds) -> None:
+        """From the engine's thread."""
+        self._deciding.observe(step.deciding)
+        self._deciding_cpu.observe(step.deciding_cpu)
+        self._reading.observe(step.reading)
+        self._answering.observe(step.answering)
 
     def finished(self, job: Job, outcome: Outcome) -> None:
         """From the engine's thread."""

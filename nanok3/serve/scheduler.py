@@ -242,6 +242,13 @@ class Scheduler:
         if self.caching:
             self.before_lookup(sequence)
         match = self.cache.match(sequence.keys.keys if self.caching else (), len(sequence.ids))
+        if self._start_from(sequence, match):
+            return True
+        # What was found stays beside the copy of its last page and its state: without it a small pool has room.
+        alone = match.tokens > 0 and not self.running
+        return alone and self._start_from(sequence, self.cache.match((), len(sequence.ids)))
+
+    def _start_from(self, sequence: Sequence, match: Match) -> bool:
         taken = self.cache.take(match)  # held before anything is allocated, which could evict it
         whole = match.tokens // self.layout.page_tokens
         fresh = self._pages_for(len(sequence.ids), whole)

@@ -21,7 +21,7 @@ from nanok3.data.chat import OURS, Segment, Sentences, encode
 from nanok3.data.images import Image
 from nanok3.data.messages import IMAGE_TYPES, read_messages
 from nanok3.data.tokenizer import Tokenizer
-from nanok3.serve.answers import Answers, ChatReader, Ended, describer
+from nanok3.serve.answers import Answers, ChatReader, Ended, Postbox, describer
 from nanok3.serve.chat_fields import place_of
 from nanok3.serve.engine import Constraint, Engine, Job, Reader
 from nanok3.serve.fields import RequestError, read_json
@@ -105,7 +105,7 @@ class Server:
         """constrain: how `response_format` and `tool_choice` bind the sampling; without it, requests for what has to be
         kept are refused."""
         self.engine, self.tokenizer, self.settings, self.constrain = engine, tokenizer, settings, constrain
-        self.metrics = Metrics(engine)
+        self.metrics, self.postbox = Metrics(engine), Postbox(engine)
         self.pictures = PictureSources(settings.pictures)
         pad = engine.runner.media_pad
         if pad is not None and pad != tokenizer.special.get(PAD):
@@ -176,7 +176,7 @@ class Server:
 
     def start_chat(self, asked: Asked, call: Call) -> Answers:
         """Hand the request to the engine."""
-        request, answers = asked.request, Answers(self.engine, self.metrics.gap)
+        request, answers = asked.request, Answers(self.engine, self.postbox, self.metrics.gap)
         describe = None if request.logprobs is None else describer(self.tokenizer)
         jobs = []
         for k in range(request.n):

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from served import TOKENIZER, message, served
 
-from nanok3.serve.answers import Answers, Busy, ClientGone, Ended, Piece, TextReader, check_outcome, describer
+from nanok3.serve.answers import Answers, Busy, ClientGone, Ended, Piece, Postbox, TextReader, check_outcome, describer
 from nanok3.serve.engine import Job, Outcome, Token
 from nanok3.serve.events import ContentDelta, MessageEnd
 from nanok3.serve.fields import RequestError
@@ -57,7 +57,7 @@ def in_loop(stub, use):
     """Run `use(answers, jobs)` in a loop, with readers that tell the answers."""
 
     async def go():
-        answers = Answers(stub.engine, Metrics(stub.engine).gap)
+        answers = Answers(stub.engine, Postbox(stub.engine), Metrics(stub.engine).gap)
         params = SamplingParams(max_tokens=500)
         readers = [TextReader(k, TOKENIZER, StopStrings(()), answers.tell) for k in range(2)]
         return await use(answers, [Job([1, 2], params, reader) for reader in readers])

@@ -109,13 +109,6 @@ def test_warm_is_cold(model):
     interleave(model, chance, rounds=3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_warm_is_cold_in_2000_interleavings(model, seed):
-    chance = random.Random(100 + seed)
-    interleave(model, chance, rounds=100)
-
-
 def interleave(model, chance, rounds, within=1e-9):
     hits = evicted = 0
     for _ in range(rounds):

@@ -104,6 +104,17 @@ class World:
 GEOMETRIES = [(4, 4), (4, 16), (16, 4), (6, 4), (4, 6), (1, 3)]
 
 
+def test_a_hit_that_leaves_no_room_is_given_up():
+    """The shared page and the snapshot of the hit stay beside their copies: then the prompt has three
+    pages, and needs four."""
+    world = World(6, page_tokens=64, span=24, groups=2, budget=100)
+    world.run(world.add(list(range(56))))
+    again = world.add(list(range(65)))
+    for _ in range(10):
+        world.step()
+    assert again.cached_tokens == 0 and again.said
+
+
 @pytest.mark.parametrize(("page_tokens", "span"), GEOMETRIES)
 @pytest.mark.parametrize("groups", [0, 1, 3])
 def test_random_interleavings_never_mix_up_memory(page_tokens, span, groups):
