@@ -1,0 +1,119 @@
+"""Tasks that end in one answer: what counts as the answer, and an exact comparison.
+
+    answer(text) = what follows "Answer:" on the last line, if that stands once in the text
+                 | the whole text, if it is one line
+                 | nothing
+
+The rule is strict on purpose. A reward that looks for the right answer anywhere in a text is earned by a list of all
+answers, and one that looks at the form alone by an empty thought with any words behind it (problem 22). Thinking is
+never looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from random import Random
+
+from nanok3.data.clean import digest, unit
+from nanok3.envs.environment import Budget, Reply, Task, Verdict
+from nanok3.envs.in_process import InProcess
+
+MARK = "Answer:"
+HELD_OUT = 0.1
+SPLITS = ("train", "held-out")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question, the working that leads to its answer line by line, and the answer. `key` is its content."""
+
+    question: str
+    working: tuple[str, ...]
+    answer: str
+    key: str
+
+
+Maker = Callable[[Random], Item]
+
+
+def answer_in(text: str) -> str | None:
+    """The one answer of a text, or None where there is none or more than one."""
+    lines = text.strip().splitlines()
+    if text.count(MARK) > 1 or not lines:
+        return None
+    if lines[-1].startswith(MARK):
+        return lines[-1][len(MARK) :].strip() or None
+    return lines[0].strip() if len(lines) == 1 and MARK not in text else None
+
+
+def split_of(key: str, share: float = HELD_OUT) -> str:
+    """Train or held-out, by content: equal items of different seeds fall on the same side."""
+    return "held-out" if unit(digest(key), 0) < share else "train"
+
+
+def items(kind: str, make: Maker, split: str, seed: int) -> Iterator[Item]:
+    """The endless stream of different items of one kind on one side of the split; a function of (kind, split, seed).
+
+    Ends where a thousand items in a row bring nothing new.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
+    seen: set[str] = set()
+    number = last = 0
+    while number - last < 1000:
+        item = make(Random(f"{seed} {kind} {number}"))
+        number += 1
+        if item.key not in seen and split_of(f"{kind} {item.key}") == split:
+            seen.add(item.key)
+            last = number
+            yield item
+
+
+def answer_task(kind: str, item: Item, domain: str = "general") -> Task:
+    """The item as a task of one turn."""
+    goal = f"{item.question}\nEnd with a line that begins with {MARK!r}"
+    name = hashlib.blake2b(f"{kind} {item.key}".encode(), digest_size=6).hexdigest()
+    hidden = {"answer": item.answer, "working": list(item.working)}
+    return Task(f"{kind}/{name}", domain, goal, {}, hidden, budget=Budget(steps=1))
+
+
+def solved(task: Task) -> list[Reply]:
+    """What a perfect policy says."""
+    working = "\n".join(task.hidden["working"])
+    return [Reply(f"{MARK} {task.hidden['answer']}", thinking=working)]
+
+
+def passes(item: Item, count: int, error: float, random: Random) -> str:
+    """A scratchpad of `count` passes over the working, each with a wrong last line by chance `error`, and what most
+    of them found. More passes are right more often, which is what an effort level has to teach."""
+    found, lines = [], []
+    for _ in range(count):
+        wrong = random.random() < error
+        found.append(_spoil(item.answer, random) if wrong else item.answer)
+        lines += [*item.working[:-1], f"so {found[-1]}"]
+    best = max(dict.fromkeys(found), key=found.count)
+    return "\n".join([*lines, f"most often {best}"] if count > 1 else lines)
+
+
+def _spoil(answer: str, random: Random) -> str:
+    """One character replaced by another of its kind."""
+    at = random.randrange(len(answer))
+    kind = "0123456789" if answer[at].isdigit() else "abcdefghijklmnopqrstuvwxyz"
+    return answer[:at] + random.choice([c for c in kind if c != answer[at]]) + answer[at + 1 :]
+
+
+class AnswerEnvironment(InProcess):
+    """One turn; right or wrong."""
+
+    def judge(self, hidden: bool) -> Verdict:
+        answer = None if self.answer is None else answer_in(self.answer)
+        if answer is None:
+            return Verdict(0.0, f"there is not one answer; end with one line that begins with {MARK!r}")
+        if not hidden:
+            return Verdict(0.0, "there is one answer")
+        return Verdict(float(self._right(answer, self._task().hidden)))
+
+    def _right(self, answer: str, hidden: Mapping[str, str]) -> bool:
+        return answer == hidden["answer"]
