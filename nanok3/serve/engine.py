@@ -33,9 +33,10 @@ from nanok3.serve.offload import ArenaBytes, Offload, Tier
 from nanok3.serve.page_pool import PageLayout, PagePool
 from nanok3.serve.pictures import Pixels, check_pads
 from nanok3.serve.prefix_cache import Picture, PrefixCache, SpanKeys
-from nanok3.serve.sampler import SamplingParams, TokenCounts, adjust, new_generator, sample, tempered
+from nanok3.serve.sampler import SamplingParams, TokenCounts, adjust, new_generator, tempered
 from nanok3.serve.scheduler import Limits, Memory, Scheduler, Work
 from nanok3.serve.sequence import Sequence, Status
+from nanok3.serve.speculative import Guess, Speculation, Wish, settle
 
 log = logging.getLogger("nanok3")
 _numbers = itertools.count()
@@ -113,6 +114,9 @@ class Reading(Protocol):
     def read(self, work: list[Work], all_logits: frozenset[str]) -> dict[str, Tensor | Exception]:
         """As `Runner.read`."""
 
+    def keep(self, sequence: Sequence, count: int) -> None:
+        """As `Runner.keep`."""
+
     def forget(self) -> None:
         """Nothing that was computed before counts any more."""
 
@@ -128,6 +132,8 @@ class Job:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     """Score the prompt as well; such a job takes nothing from the prefix cache."""
+    speculate: bool = True
+    """Whether drafts may be tried for it, where the engine has any; a job whose prompt is scored has none."""
     ignore_ends: bool = False
     """Go on after ids that end an answer."""
     priority: int = 0
@@ -233,12 +239,13 @@ class Engine:
         forbidden: list[int],
         settings: Settings | None = None,
         freed: Callable[[int], None] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """ends: ids that end an answer. forbidden: ids that are never said (generate.unnamed_ids). freed: told each
-        page that becomes free."""
+        page that becomes free. speculation: where drafts come from; None for none."""
         self.runner, self.ends, self.settings = runner, ends, settings or Settings()
         self.forbidden = torch.tensor(sorted(forbidden), dtype=torch.int64)
-        self.counters, self.pixels = Counters(), Pixels()
+        self.counters, self.pixels, self.speculation = Counters(), Pixels(), speculation
         layout = runner.layout
         self.pool = PagePool(runner.pages, freed)
         self.cache = PrefixCache(self.pool, self.settings.hash_block, layout.page_tokens, len(layout.groups))
@@ -445,6 +452,8 @@ class Engine:
         for piece in work:
             running = self._jobs[piece.sequence.id]
             running.admitted = running.admitted or time.monotonic()
+        if self.speculation is not None:
+            work = self.speculation.extend(work, self._wishes(), self.scheduler)
         decided, decided_cpu = time.perf_counter(), time.thread_time()
         scored = frozenset(name for name, running in self._jobs.items() if running.job.prompt_logprobs)
         results = self._read(work, scored)
@@ -454,13 +463,15 @@ class Engine:
             if isinstance(result, Exception):
                 log.warning("%s failed: %s", piece.sequence.id, result)
                 self._finish(self._jobs[piece.sequence.id], "error", str(result))
-            else:
+            elif not piece.draft:
                 self.scheduler.commit(piece)
         committed, committed_cpu = time.perf_counter(), time.thread_time()
         for piece in work:
             logits = results.get(piece.sequence.id)
             if isinstance(logits, Tensor) and piece.sequence.status is Status.RUNNING:
-                self._use(self._jobs[piece.sequence.id], piece.start, piece.last, logits)
+                self._use(self._jobs[piece.sequence.id], piece, logits)
+        if self.speculation is not None:
+            self.speculation.stepped()
         self.after_step()
         answered = time.perf_counter()
         self.checks.step()
@@ -494,14 +505,25 @@ class Engine:
             elif allowed is not None and now - running.submitted > allowed:
                 self._finish(running, "timeout", f"the request took more than its {allowed:g} seconds")
 
-    def _use(self, running: _Running, start: int, last: bool, logits: Tensor) -> None:
+    def _wishes(self) -> dict[str, Wish]:
+        """For whom a draft may be tried: who has begun to answer."""
+        wishes = {}
+        for name, running in self._jobs.items():
+            job, said = running.job, len(running.sequence.said)
+            if said and job.speculate and not job.prompt_logprobs:
+                wishes[name] = Wish(running.sequence, running.limit - said - 1, job.params, running.generator)
+        return wishes
+
+    def _use(self, running: _Running, piece: Work, logits: Tensor) -> None:
         """Look at what the model said after a piece; if nothing remains to be read, sample."""
         try:
             if running.job.prompt_logprobs and len(running.scored) < len(running.job.prompt) - 1:
-                running.scored += self._score(running, start, logits)
-            if last:
+                running.scored += self._score(running, piece.start, logits)
+            if piece.draft:
+                self._verify(running, piece, logits.cpu())
+            elif piece.last:
                 self.checks.keep(running.sequence, logits[-1])
-                self._say(running, logits[-1].cpu())
+                self._end(running, self._say(running, logits[-1].cpu()))
         except Exception as error:
             log.warning("%s failed: %s", running.job.id, error)
             self._finish(running, "error", str(error))
@@ -513,7 +535,28 @@ class Engine:
         wanted, sayable = running.job.top_logprobs, logp.index_fill(1, self.forbidden, -torch.inf)
         return [Token(t, float(row[t]), _top(said, wanted)) for t, row, said in zip(following, logp, sayable)]
 
-    def _say(self, running: _Running, logits: Float[Tensor, " vocab"]) -> None:
+    def _verify(self, running: _Running, piece: Work, logits: Float[Tensor, "rows vocab"]) -> None:
+        """Say tokens as long as they are those of the draft, and one more; keep of the piece what was said before."""
+        assert self.speculation is not None
+        sequence, reason, read = running.sequence, None, 0
+        guesses = self.speculation.guesses[sequence.id]
+        for row, guess in zip(logits, [*guesses, None], strict=True):
+            reason, read = self._say(running, row, guess), read + 1
+            if reason is not None or guess is None or sequence.ids[-1] != guess.id:
+                break
+        while sequence.computed < piece.start + read:  # in parts: at a boundary the state may be wanted
+            stop = min(piece.start + read, self.scheduler.next_stop(sequence))
+            self.runner.keep(sequence, stop - sequence.computed)
+            self.scheduler.commit(Work(sequence, sequence.computed, stop - sequence.computed))
+        self.speculation.verified(piece, read - 1)
+        self._end(running, reason)
+
+    def _end(self, running: _Running, reason: str | None) -> None:
+        if reason is not None:
+            self._finish(running, reason)
+
+    def _say(self, running: _Running, logits: Float[Tensor, " vocab"], guess: Guess | None = None) -> str | None:
+        """One token more; why it is the last, if it is."""
         job = running.job
         if bool(logits.isnan().any()):
             raise ValueError("a logit is NaN: the weights or the computation are broken")
@@ -521,15 +564,14 @@ class Engine:
         allowed = None if job.constraint is None else job.constraint.allowed()
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
-        token, logprob = sample(logits, job.params, running.generator, running.counts)
+        token, logprob = settle(logits, guess, job.params, running.generator, running.counts)
         said = Token(token, logprob, self._alternatives(running, logits))
         self._record(running, said)
         enough = job.reader.push(said)
         ends = token in self.ends and not job.ignore_ends
         if enough or ends or token in job.params.stop_ids:
-            self._finish(running, "stop")
-        elif len(running.sequence.said) >= running.limit:
-            self._finish(running, "length")
+            return "stop"
+        return "length" if len(running.sequence.said) >= running.limit else None
 
     def _alternatives(self, running: _Running, logits: Tensor) -> tuple[tuple[int, float], ...]:
         if not running.job.top_logprobs:

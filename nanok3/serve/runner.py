@@ -6,12 +6,16 @@ model: its KDA states are views of the sequence's pages, its latents are copied 
 the native step does not apply (another device, float64, no compiler) everything goes the second way, and so do pieces
 with a part of a picture.
 
+A piece with a draft behind it is read on trial: its latents lie where they would, but the KDA state stays as it was,
+and what would move it on is kept (model/kda_replay.py) until `keep` says how many of the tokens were right.
+
 A sequence that fails or gives NaN harms no other: logits are looked at sequence by sequence.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -20,8 +24,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanok3.model.basics import at_least_float32
-from nanok3.model.cache import KDAState, LatentCache, ModelState
+from nanok3.model.cache import KDAState, LatentCache, ModelState, Projected
 from nanok3.model.decoder import K3
+from nanok3.model.kda import KDA
+from nanok3.model.kda_replay import replay
 from nanok3.model.native_decode import NativeDecoder
 from nanok3.serve.arena import Arena, Shapes
 from nanok3.serve.pictures import FEATURE_BYTES, eyes_of
@@ -33,6 +39,15 @@ if TYPE_CHECKING:
 
 TOGETHER = 16
 """Tokens of a piece that still goes row by row; more are faster as one matrix."""
+
+
+@dataclass
+class _Trial:
+    """What a piece with a draft has left: the native step's tape, or each KDA layer's."""
+
+    native: Float[Tensor, "layers rows width"] | None = None
+    projected: list[list[Projected]] | None = None
+    kept: int = 0
 
 
 class Runner:
@@ -56,13 +71,16 @@ class Runner:
         self.without_native = native if isinstance(native, str) else None
         """Why there is no native step, if there is none."""
         self._memories: WeakKeyDictionary[Sequence, tuple[list[int], SequenceMemory]] = WeakKeyDictionary()
+        self._trials: WeakKeyDictionary[Sequence, _Trial] = WeakKeyDictionary()
+        self._tape = torch.empty(0, 0, 0)
         self.arena = Arena(shapes, self.layout, self.pages, model.lm_head.weight.device)
         self.vocab_size, self.context = model.cfg.vocab_size, model.cfg.max_position_embeddings
 
     @torch.no_grad()
     def read(self, work: list[Work], all_logits: frozenset[str] = frozenset()) -> dict[str, Tensor | Exception]:
         """Read each piece. By sequence id: the logits (rows, vocab) after its last token where nothing remains to be
-        read, after every token for the ids in `all_logits`; or the exception that ended it."""
+        read, after every token for the ids in `all_logits`, and after the last and each token of its draft where it has
+        one; or the exception that ended it."""
         results: dict[str, Tensor | Exception] = {}
         together = [piece for piece in work if self._is_short(piece) and piece.sequence.id not in all_logits]
         if together:
@@ -80,6 +98,28 @@ class Runner:
                 results.update({} if logits is None else {name: logits})
         return results
 
+    @torch.no_grad()
+    def keep(self, sequence: Sequence, count: int) -> None:
+        """The next `count` tokens of its last piece with a draft were right: its state, after `computed` tokens, moves
+        on by them."""
+        trial = self._trials[sequence]
+        start, end = trial.kept, trial.kept + count
+        if trial.native is not None:
+            assert self.native is not None
+            memory = self._memories[sequence][1]
+            memory.tokens = sequence.computed
+            memory.record_on(trial.native[:, start:])
+            self.native.replay([memory], [count])
+        else:
+            assert trial.projected is not None
+            modules = [layer.self_attn for layer in self.model.model.layers if isinstance(layer.self_attn, KDA)]
+            for module, view, tape in zip(modules, self.arena.states(sequence.state), trial.projected, strict=True):
+                state = KDAState(view.conv, view.recurrent)
+                replay(module, state, tape, start, end)
+                view.conv.copy_(state.conv)
+                view.recurrent.copy_(state.recurrent)
+        trial.kept = end
+
     def forget(self) -> None:
         """What pictures looked like."""
         if self.eyes is not None:
@@ -94,13 +134,29 @@ class Runner:
     def _read_together(self, work: list[Work]) -> dict[str, Tensor]:
         """All pieces in one native call."""
         assert self.native is not None
-        ids = [token for piece in work for token in piece.sequence.ids[piece.start : piece.start + piece.count]]
+        ids = [token for piece in work for token in piece.ids]
         counts = [piece.count for piece in work]
         ends = list(itertools.accumulate(counts))
-        last = [(piece.sequence.id, end - 1) for piece, end in zip(work, ends) if piece.last]
+        last = [(piece, end) for piece, end in zip(work, ends) if piece.last]
+        wanted = [row for piece, end in last for row in range(end - 1 - len(piece.draft), end)]
         memories = [self._memory(piece) for piece in work]
-        step = self.native.step(torch.tensor(ids), memories, counts, [row for _, row in last])
-        return {name: logits[None] for (name, _), logits in zip(last, step.logits)}
+        self._record([(piece, memory) for piece, memory in zip(work, memories) if piece.draft])
+        step = self.native.step(torch.tensor(ids), memories, counts, wanted)
+        rows = step.logits.split([1 + len(piece.draft) for piece, _ in last])
+        return {piece.sequence.id: logits for (piece, _), logits in zip(last, rows)}
+
+    def _record(self, tried: list[tuple[Work, SequenceMemory]]) -> None:
+        """A tape for each piece with a draft, cut from one that is kept."""
+        if not tried:
+            return
+        assert self.native is not None
+        ends = list(itertools.accumulate(piece.count for piece, _ in tried))
+        if self._tape.shape[1] < ends[-1]:
+            self._tape = self.native.tape(ends[-1])
+        for (piece, memory), end in zip(tried, ends):
+            tape = self._tape[:, end - piece.count : end]
+            memory.record_on(tape)
+            self._trials[piece.sequence] = _Trial(native=tape)
 
     def _memory(self, piece: Work) -> SequenceMemory:
         """The addresses of a sequence's memory. Those of its state are looked up once."""
@@ -113,13 +169,16 @@ class Runner:
             memory = self.native.memory([k.conv[0] for k in kda], [k.recurrent[0] for k in kda], pools)
             self._memories[sequence] = (list(sequence.state), memory)
         memory.pages, memory.tokens = sequence.pages, piece.start
+        memory.record_on(None)
         return memory
 
     def _read_alone(self, piece: Work, every: bool) -> Float[Tensor, "rows vocab"] | None:
         """One piece through the model."""
         sequence = piece.sequence
-        ids = torch.tensor([sequence.ids[piece.start : piece.start + piece.count]], device=self.arena.bytes.device)
+        ids = torch.tensor([piece.ids], device=self.arena.bytes.device)
         state = self._state(sequence, piece.start)
+        if piece.draft:
+            return self._try_alone(piece, ids, state)
         if self.eyes is None:
             final = self.model.hidden_states(ids, state=state)
         else:
@@ -128,6 +187,19 @@ class Runner:
         if not every and not piece.last:
             return None
         return at_least_float32(self.model.lm_head(final if every else final[:, -1:])[0])
+
+    def _try_alone(self, piece: Work, ids: Tensor, state: ModelState) -> Float[Tensor, "rows vocab"]:
+        """One piece with a draft: its latents are written, its state is not."""
+        sequence, tapes = piece.sequence, []
+        for layer in state.layers:
+            if isinstance(layer, KDAState):
+                layer.tape = []
+                tapes.append(layer.tape)
+        final = self.model.hidden_states(ids, state=state)
+        for mla, cache in enumerate(layer for layer in state.layers if isinstance(layer, LatentCache)):
+            self.arena.write_rows(sequence.pages, mla, piece.start, cache.latents[0, piece.start :])
+        self._trials[sequence] = _Trial(projected=tapes)
+        return at_least_float32(self.model.lm_head(final[:, -1 - len(piece.draft) :])[0])
 
     def _state(self, sequence: Sequence, tokens: int) -> ModelState:
         kda, mla = iter(self.arena.states(sequence.state)), 0

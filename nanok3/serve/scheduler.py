@@ -43,15 +43,25 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens [start, start + count) of a sequence. `last`: nothing remains after it, so its logits are wanted."""
+    """Tokens [start, start + count) of a sequence, at its end with a draft behind them, of which each is read on trial.
+    `last`: nothing of the sequence remains after it, so its logits are wanted."""
 
     sequence: Sequence
     start: int
     count: int
+    draft: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
 
     @property
     def last(self) -> bool:
-        return self.start + self.count == len(self.sequence.ids)
+        return self.end == len(self.sequence.ids) + len(self.draft)
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.sequence.ids[self.start : self.end], *self.draft]
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,7 @@ class Scheduler:
         """A piece of work and the pages it writes, or None when the sequence had to give way."""
         if sequence.status is not Status.RUNNING:
             return None
-        end = min(sequence.computed + count, self._next_stop(sequence))
+        end = min(sequence.computed + count, self.next_stop(sequence))
         while (missing := self.layout.latent_pages(end) - len(sequence.pages)) > 0:
             try:
                 sequence.pages += self.cache.allocate(Kind.LATENT, missing)
@@ -138,7 +148,18 @@ class Scheduler:
                     return None
         return Work(sequence, sequence.computed, end - sequence.computed)
 
-    def _next_stop(self, sequence: Sequence) -> int:
+    def room_behind(self, work: Work, tokens: int) -> int:
+        """How many tokens behind a piece have a page: up to `tokens`, without taking one from another sequence."""
+        sequence, layout = work.sequence, self.layout
+        missing = layout.latent_pages(work.end + tokens) - len(sequence.pages)
+        if missing > 0:
+            try:
+                sequence.pages += self.cache.allocate(Kind.LATENT, missing)
+            except OutOfPages:
+                return min(tokens, len(sequence.pages) * layout.page_tokens - work.end)
+        return tokens
+
+    def next_stop(self, sequence: Sequence) -> int:
         """The next boundary at which the state is wanted, or the end of what there is."""
         span, end = self.cache.span, len(sequence.ids)
         if not self.caching or not self.layout.groups:
@@ -157,9 +178,10 @@ class Scheduler:
         return depth % self.limits.grid == 0 or parted or turn_end or spoken
 
     def commit(self, work: Work) -> None:
-        """The piece was read: pages and state hold it."""
+        """The piece was read: pages and state hold it. Of a draft only what is by now part of the sequence is one."""
         sequence = work.sequence
         assert sequence.status is Status.RUNNING and sequence.computed == work.start
+        assert not work.draft
         sequence.computed += work.count
         if self.caching:
             self._register(sequence)

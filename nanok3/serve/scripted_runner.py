@@ -81,6 +81,9 @@ class ScriptedRunner:
             time.sleep(delay)
         return results
 
+    def keep(self, sequence: Sequence, count: int) -> None:
+        pass
+
     def forget(self) -> None:
         pass
 
