@@ -170,6 +170,10 @@ def read_tool_choice(f: Fields, names: frozenset[str]) -> tuple[str, str | None]
 
 
 def read_response_format(f: Fields) -> tuple[dict[str, Any] | None, Constraint | None]:
+    if f.has("modalities") and f.get("modalities") != ["text"]:
+        raise f.refuse("modalities", '["text"], since answers are text only')
+    if f.has("audio"):
+        raise f.refuse("audio", "no such field; answers are text only")
     form = f.object("response_format")
     if not f.has("response_format"):
         return None, None

@@ -8,6 +8,7 @@ The log has sizes and times, never what was asked or answered; that is only ther
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -49,6 +50,8 @@ class GateSettings:
     per_key: int | None = None
     """Requests of one key at a time."""
     body_bytes: int = 32 << 20
+    body_seconds: float = 30.0
+    """That may pass between two pieces of a body."""
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -93,7 +96,7 @@ class Gate:
             raise Busy(f"{limit} requests of this key are being answered; no more are taken", 1.0)
         self._inside[key] += 1
         try:
-            await self.app(scope, _Limited(scope, receive, self.settings.body_bytes), sent)
+            await self.app(scope, _Limited(scope, receive, self.settings.body_bytes, self.settings.body_seconds), sent)
         finally:
             self._inside[key] -= 1
 
@@ -191,17 +194,26 @@ def error_answer(error: RequestError, path: str) -> tuple[int, list[tuple[bytes,
 
 
 class _Limited:
-    """`receive` that stops reading a body that is too large."""
+    """`receive` that stops reading a body that is too large, or does not come."""
 
-    def __init__(self, scope: Scope, receive: Receive, most: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, most: int, seconds: float) -> None:
+        """seconds: that may pass between two pieces of the body."""
         self._receive, self._most, self._read = receive, most, 0
+        self._seconds: float | None = seconds
         declared = _header(scope, b"content-length") or "0"
         self._declared = int(declared) if declared.isdecimal() else 0
 
     async def __call__(self) -> Message:
         if self._declared > self._most:
             raise self._refused()
-        message = await self._receive()
+        try:
+            async with asyncio.timeout(self._seconds):
+                message = await self._receive()
+        except TimeoutError:
+            what = f"the body did not come; allowed: {self._seconds:g} seconds between two pieces"
+            raise RequestError(what, None, "request_timeout", 408) from None
+        if not message.get("more_body"):
+            self._seconds = None  # what comes now is that the client goes away, whenever that is
         self._read += len(message.get("body", b""))
         if self._read > self._most:
             raise self._refused()

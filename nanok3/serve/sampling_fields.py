@@ -95,6 +95,8 @@ def _repetition(f: Fields) -> float:
 
 
 def _stops(f: Fields) -> tuple[str, ...]:
+    if f.boolean("include_stop_str_in_output"):
+        raise f.refuse("include_stop_str_in_output", "false; an answer ends before the string that stops it")
     given = f.get("stop")
     stops = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops) or len(stops) > STOPS:

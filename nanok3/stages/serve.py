@@ -315,6 +315,10 @@ def serve(app: Any, engine: Engine, listener: socket.socket, drain_seconds: floa
     except ImportError:
         raise ImportError("the server needs uvicorn: pip install 'nanok3[serve]'") from None
 
+    from nanok3.serve.connections import patient_protocol
+
+    # Another thread lets this one go on after 5 ms, unless told otherwise: longer than all that a step decides.
+    sys.setswitchinterval(0.0005)
     drains: list[threading.Thread] = []
 
     class Server(uvicorn.Server):
@@ -327,6 +331,7 @@ def serve(app: Any, engine: Engine, listener: socket.socket, drain_seconds: floa
 
     config = uvicorn.Config(
         app,
+        http=patient_protocol(),
         log_config=None,
         access_log=False,
         server_header=False,
