@@ -50,13 +50,15 @@ class GateSettings:
     per_key: int | None = None
     """Requests of one key at a time."""
     body_bytes: int = 32 << 20
+    log_prompts: bool = False
     body_seconds: float = 30.0
     """That may pass between two pieces of a body."""
-    log_prompts: bool = False
 
     def __post_init__(self) -> None:
         if self.per_key is not None and self.per_key < 1:
             raise ValueError(f"per_key is {self.per_key}; it must be at least 1")
+        if not self.body_seconds > 0:
+            raise ValueError(f"body_seconds is {self.body_seconds}; it must be above 0")
         if self.body_bytes < 1:
             raise ValueError(f"body_bytes is {self.body_bytes}; it must be at least 1")
         if not all((*self.keys, self.admin_key or "-")):
