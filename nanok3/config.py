@@ -216,6 +216,16 @@ class K3Config:
         return _family(25, width=1024, kda_head_dim=64, mla_heads=16, experts=64, top_k=4, vocab=32768, **changes)
 
     @classmethod
+    def vision_tiny(cls, **changes: Any) -> K3Config:
+        """The demo's: `small` at 5 layers, with a tower of 3 layers, 128 wide. Both learn within minutes on a CPU."""
+        return replace(cls.small().at_depth(5, **_tower(128, layers=3)), **changes)
+
+    @classmethod
+    def vision_small(cls, **changes: Any) -> K3Config:
+        """Half an hour on a CPU: `small` at 6 layers, with a tower of 4 layers, 192 wide."""
+        return replace(cls.small().at_depth(6, **_tower(192, layers=4)), **changes)
+
+    @classmethod
     def k3(cls, **changes: Any) -> K3Config:
         """The release: 93 layers, 7168 wide, 896 experts, 2.78 T parameters."""
         return replace(_from_document(release()), **changes)
@@ -621,6 +631,25 @@ def _family(
     return replace(cfg, **changes)
 
 
+def _tower(width: int, layers: int) -> dict[str, Any]:
+    """A vision tower in miniature: the release's patches, merge and MLP ratio; head width and table are ours. The
+    projector's width follows the text's (`_at_depth`)."""
+    return {
+        "vt_hidden_size": width,
+        "vt_num_hidden_layers": layers,
+        "vt_num_attention_heads": width // 32,
+        "qkv_hidden_size": width,
+        "vt_intermediate_size": 4 * width,
+        "patch_size": 14,
+        "init_pos_emb_height": 16,
+        "init_pos_emb_width": 16,
+        "init_pos_emb_time": 4,
+        "merge_kernel_size": (2, 2),
+        "mm_hidden_size": width,
+        "projector_ln_eps": 1e-5,
+    }
+
+
 def _special_ids(vocab: int) -> dict[str, Any]:
     """The official offsets into the 256 reserved ids that end the vocabulary."""
     first = vocab - 256
@@ -669,7 +698,7 @@ def _at_depth(cfg: K3Config, depth: int, **changes: Any) -> K3Config:
     if cfg.attn_res_block_size is not None:
         blocks = -(-cfg.num_hidden_layers // cfg.attn_res_block_size)
         grown["attn_res_block_size"] = max(1, -(-depth // blocks))
-    if cfg.has_vision:
+    if cfg.has_vision or changes.get("vt_hidden_size"):
         grown["text_hidden_size"] = width
     return replace(cfg, **(grown | changes))
 

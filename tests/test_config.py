@@ -18,7 +18,7 @@ from nanok3.official import mxfp4_quantization
 
 GOLDEN = ["a_k3_13l", "b_k3_7l", "b_k3_7l_sharded", "c1_k3_1l_kda", "c2_k3_1l_mla", "d_kimi_linear_6l"]
 GOLDEN += ["e_k3_5l_realheads", "f_k3_4l_small"]
-PRESETS = [K3Config.tiny, K3Config.small, K3Config.base, K3Config.k3]
+PRESETS = [K3Config.tiny, K3Config.small, K3Config.base, K3Config.vision_tiny, K3Config.vision_small, K3Config.k3]
 
 IDS = {"bos_token_id": 163584, "eos_token_id": 163586, "pad_token_id": 163839}
 MLA_LAYERS = [4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60, 64, 68, 72, 76, 80, 84, 88, 92, 93]

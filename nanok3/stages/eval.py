@@ -3,6 +3,7 @@
     nanok3 eval runs/x                              on the held-out text of the run's own data
     nanok3 eval runs/x --data runs/data             on another prepared folder
     nanok3 eval MODEL --data a.txt --data notes/    on files or folders of your own, one slice each
+    nanok3 eval runs/x --pictures                   and what it sees on held-out pictures
 
 Bits per byte stand beside zlib -9 and xz -9e on the same bytes; chance levels stand beside recall. For a run folder the
 numbers, and pictures of what goes on inside the model, go to final.json and report.html as well.
@@ -45,6 +46,10 @@ class EvalArgs(ModelFlags):
     """Tokens a prediction may look back on; when not given, the row length the run was trained with, else 4096."""
     recall_distance: int = 2048
     """Farthest distance of the copy probe, in tokens."""
+    pictures: bool | None = None
+    """Ask about held-out pictures; when not given, wherever the model has a vision tower and the data pictures."""
+    picture_questions: int = 100
+    """Questions on pictures of each kind, for every field that is asked for."""
     json: bool = False
     """Print JSON instead of tables."""
 
@@ -55,18 +60,22 @@ def main(args: EvalArgs) -> None:
 
     from nanok3.train.machine import keep_freed_memory
 
-    for name in ("bytes", "recall_distance"):
+    for name in ("bytes", "recall_distance", "picture_questions"):
         if getattr(args, name) < 2:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be at least 2")
     keep_freed_memory()
     opened = args.open()
     run = run_of(opened.folder)
     settings = settings_of(run)
-    slices = held_out(args.data or (data_of(opened.folder, settings),))
+    data = args.data or (data_of(opened.folder, settings),)
+    slices = held_out(data)
     context = args.context
     if context is None:
         context = settings.get("train", {}).get("seq_len") or 4096
     found = measure(opened, slices, args.bytes, context, args.recall_distance)
+    with_pictures = picture_folders(data)
+    if args.pictures or (args.pictures is None and with_pictures and opened.model.cfg.has_vision):
+        found["pictures"] = see(opened, with_pictures, data, args.picture_questions)
     if run is not None:
         complete(run, found)
     if args.json:
@@ -75,6 +84,8 @@ def main(args: EvalArgs) -> None:
     console = Console(highlight=False)
     console.print(compression_table(found["slices"]))
     console.print(recall_table(found["recall"]))
+    if "pictures" in found:
+        console.print(picture_table(found["pictures"]["fields"]))
     if run is not None:
         console.print(f"report: {run / 'report.html'}", soft_wrap=True)
 
@@ -102,7 +113,7 @@ def held_out(paths: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def prepared_texts(folder: Path) -> dict[str, list[str]]:
-    """The validation documents of every source, without [EOS]."""
+    """The validation documents of every source of text, without [EOS]."""
     from nanok3.data.prepared import Prepared
 
     data = Prepared(folder)
@@ -110,7 +121,29 @@ def prepared_texts(folder: Path) -> dict[str, list[str]]:
     return {
         source.name: [tokenizer.decode(source.tokens(i)[:-1].tolist()) for i in range(len(source))]
         for source in data.sources("validation")
+        if source.pictures is None
     }
+
+
+def picture_folders(paths: Sequence[Path]) -> list[Path]:
+    """Those that are prepared folders with held-out pictures."""
+    from nanok3.data.prepared import MANIFEST, Prepared
+
+    prepared = [path for path in paths if (path / MANIFEST).is_file()]
+    return [path for path in prepared if any(s.pictures for s in Prepared(path).sources("validation"))]
+
+
+def see(opened: OpenModel, folders: Sequence[Path], paths: Sequence[Path], questions: int) -> dict[str, Any]:
+    """What eval/pictures.py measures, on the one prepared folder with pictures."""
+    from nanok3.data.prepared import Prepared
+    from nanok3.eval.pictures import evaluate_pictures
+
+    if len(folders) != 1:
+        found = f"{len(folders)} of {', '.join(map(str, paths))} have held-out pictures"
+        raise ValueError(f"pictures: {found}; allowed: one prepared folder (nanok3 data --pictures)")
+    data = Prepared(folders[0])
+    data.check_tokenizer(opened.tokenizer)
+    return evaluate_pictures(opened.model, data, questions)
 
 
 def run_of(model_folder: Path) -> Path | None:
@@ -253,4 +286,18 @@ def recall_table(recall: dict[str, Any]) -> Table:
         shares = (entry["accuracy"], recall["pairs_chance"], entry["shown"])
         name = f"{entry['pairs']} pair" + ("s" if entry["pairs"] > 1 else "")
         shown.add_row(name, *(f"{share:.1%}" for share in shares), f"{entry['nats']:.2f}")
+    return shown
+
+
+def picture_table(fields: Sequence[dict[str, Any]]) -> Table:
+    """A line for each kind and field."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(title="questions on held-out pictures", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("pictures of", "asked for", "questions", "right", "blind", "chance"):
+        shown.add_column(column, justify="left" if column in ("pictures of", "asked for") else "right", no_wrap=True)
+    for f in fields:
+        shares = (f"{f[name]:.1%}" for name in ("right", "blind", "chance"))
+        shown.add_row(f["kind"], f["field"], f"{f['count']:,}", *shares)
     return shown

@@ -40,7 +40,7 @@ class PretrainArgs:
     mixture: tuple[str, ...] = ()
     """Weights of the sources as name:weight, for those that should differ from the prepared ones."""
     preset: str = "small"
-    """Model preset: tiny, small, base or k3; or an official config.json."""
+    """Model preset: tiny, small, base or k3; vision-tiny or vision-small, which see; or an official config.json."""
     depth: int | None = None
     """Scale the preset to this many layers (width, heads and experts follow)."""
     set: tuple[str, ...] = ()
@@ -144,6 +144,7 @@ def _typed(where: str, value: Any, annotation: str) -> Any:
 def model_config(args: PretrainArgs, vocab_size: int) -> K3Config:
     """The preset, scaled, with single fields set and the tokenizer's vocabulary. ValueError on an unknown one."""
     presets = {"tiny": K3Config.tiny, "small": K3Config.small, "base": K3Config.base, "k3": K3Config.k3}
+    presets |= {"vision-tiny": K3Config.vision_tiny, "vision-small": K3Config.vision_small}
     if args.preset in presets:
         cfg = presets[args.preset]()
     elif Path(args.preset).exists():
@@ -237,6 +238,7 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
     else:
         torch.manual_seed(settings.seed)
         model = K3(model_config(args, data.manifest["vocab_size"]))
+    check_pads(data, model.cfg)
     device = choose_device(args.device)
     model.to(device)
     precision = str(choose_precision(settings.precision, device)).removeprefix("torch.")
@@ -256,6 +258,16 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
         print(describe_run(trainer))
         show_rules(trainer, args)
     return trainer, data
+
+
+def check_pads(data: Prepared, cfg: K3Config) -> None:
+    """ValueError where the model would look for pictures at another id than the data has them."""
+    pad = data.manifest.get("media_pad_id")
+    if pad is not None and cfg.has_vision and pad != cfg.media_placeholder_token_id:
+        raise ValueError(
+            f"media_placeholder_token_id is {cfg.media_placeholder_token_id}; the pictures of {data.folder} stand at "
+            f"id {pad} (<|media_pad|> of its tokenizer)"
+        )
 
 
 def apply_outside(model: K3, settings: TrainSettings) -> None:
@@ -328,23 +340,27 @@ def validation_batches(data: Prepared, args: PretrainArgs, tokens: int = 8192) -
 
 
 def sampler(data: Prepared, tokens: int = 40) -> Any:
-    """A callback that lets the model continue the first words of a held-out document of each slice, always with the
-    same seed."""
+    """A callback that lets the model continue the first words of a held-out document of each text, always with the
+    same seed, and say what it sees on a held-out picture of each kind."""
+    from nanok3.eval.pictures import captions
     from nanok3.serve.generate import generate
     from nanok3.serve.sampler import SamplingParams
 
     tokenizer = data.tokenizer()
-    prompts = [tokenizer.decode(s.tokens(0, 0, 8).tolist()) for s in data.sources("validation")]
+    sources = data.sources("validation")
+    prompts = [tokenizer.decode(s.tokens(0, 0, 8).tolist()) for s in sources if s.pictures is None]
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=0, max_tokens=tokens)
 
     def sample(model: K3) -> list[tuple[str, str]]:
         was_training = model.training
         model.eval()
         said = [generate(model, tokenizer, prompt, params) for prompt in prompts]
+        seen = [captions(model, s, tokenizer, [0])[0] for s in sources if s.pictures is not None]
         model.train(was_training)
         if any(s.finish_reason == "interrupted" for s in said):
             raise KeyboardInterrupt
-        return [(prompt, s.text) for prompt, s in zip(prompts, said, strict=True)]
+        shown = [(f"[{kind}: {true}]\n", caption) for kind, true, caption in seen]
+        return [*((prompt, s.text) for prompt, s in zip(prompts, said, strict=True)), *shown]
 
     return sample
 
