@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from nanok3.envs.environment import Environment, InfraError, Observation, Reply, Task, Verdict
+from nanok3.envs.tools import Call
 
 Value = TypeVar("Value")
 
@@ -137,3 +138,11 @@ def play(environment: Environment, task: Task, policy: Policy) -> Trajectory:
 def scripted(replies: list[Reply]) -> Policy:
     """A policy that says these, one a turn, and an empty answer afterwards."""
     return lambda trajectory: replies[len(trajectory.replies)] if len(trajectory.replies) < len(replies) else Reply()
+
+
+def solution(task: Task) -> list[Reply]:
+    """What a perfect policy says: every task of ours knows it, for demonstrations and for its test."""
+    return [
+        Reply(turn.get("text", ""), tuple(Call(*call) for call in turn.get("calls", ())), turn.get("thinking", ""))
+        for turn in task.hidden["solution"]
+    ]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from random import Random
 
 from nanok3.data.clean import digest, unit
-from nanok3.envs.environment import Budget, Reply, Task, Verdict
+from nanok3.envs.environment import Budget, Task, Verdict
 from nanok3.envs.in_process import InProcess
 
 MARK = "Answer:"
@@ -75,14 +75,9 @@ def answer_task(kind: str, item: Item, domain: str = "general") -> Task:
     """The item as a task of one turn."""
     goal = f"{item.question}\nEnd with a line that begins with {MARK!r}"
     name = hashlib.blake2b(f"{kind} {item.key}".encode(), digest_size=6).hexdigest()
-    hidden = {"answer": item.answer, "working": list(item.working)}
+    told = {"text": f"{MARK} {item.answer}", "thinking": "\n".join(item.working)}
+    hidden = {"answer": item.answer, "working": list(item.working), "solution": [told]}
     return Task(f"{kind}/{name}", domain, goal, {}, hidden, budget=Budget(steps=1))
-
-
-def solved(task: Task) -> list[Reply]:
-    """What a perfect policy says."""
-    working = "\n".join(task.hidden["working"])
-    return [Reply(f"{MARK} {task.hidden['answer']}", thinking=working)]
 
 
 def passes(item: Item, count: int, error: float, random: Random) -> str:

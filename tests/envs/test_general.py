@@ -7,9 +7,9 @@ from itertools import islice
 
 import pytest
 
-from nanok3.envs.episode import play, scripted
+from nanok3.envs.episode import play, scripted, solution
 from nanok3.envs.general import KINDS, general_tasks
-from nanok3.envs.questions import AnswerEnvironment, solved
+from nanok3.envs.questions import AnswerEnvironment
 
 
 def expected(kind, goal):
@@ -28,7 +28,7 @@ def test_answers_are_right(kind):
         assert task.hidden["answer"] == expected(kind, task.goal)
         last = task.hidden["working"][-1].split(" = ")[-1]
         assert last == task.hidden["answer"] or last.endswith(" " + task.hidden["answer"]) or kind == "letters"
-        assert play(AnswerEnvironment(), task, scripted(solved(task))).reward == 1.0
+        assert play(AnswerEnvironment(), task, scripted(solution(task))).reward == 1.0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from nanok3.envs.environment import Reply
-from nanok3.envs.episode import play, scripted
+from nanok3.envs.episode import play, scripted, solution
 from nanok3.envs.gym import SETS, GymEnvironment, gym_tasks
-from nanok3.envs.questions import solved
 
 
 class Rows(list):
@@ -35,7 +34,7 @@ def test_scorers_are_guarded(stand_in):
     tasks = list(gym_tasks("chain_sum"))
     held = list(gym_tasks("chain_sum", "held-out"))
     assert len(tasks) + len(held) == 60 and held
-    assert play(GymEnvironment(), tasks[0], scripted(solved(tasks[0]))).reward == 1.0
+    assert play(GymEnvironment(), tasks[0], scripted(solution(tasks[0]))).reward == 1.0
     assert reward(tasks[0], "raise") == 0.0 and reward(tasks[0], "0") == 0.0
 
 
@@ -51,5 +50,5 @@ def test_without_it(monkeypatch):
 def test_the_real_sets(name):
     pytest.importorskip("reasoning_gym")
     for task in islice(gym_tasks(name, size=40), 3):
-        assert play(GymEnvironment(), task, scripted(solved(task))).reward == 1.0
+        assert play(GymEnvironment(), task, scripted(solution(task))).reward == 1.0
         assert all(reward(task, text) == 0.0 for text in ("", "garbage", "None", task.goal))

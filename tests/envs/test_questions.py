@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from nanok3.envs.environment import Reply
-from nanok3.envs.episode import play, scripted
-from nanok3.envs.questions import AnswerEnvironment, Item, answer_in, answer_task, items, passes, solved, split_of
+from nanok3.envs.episode import play, scripted, solution
+from nanok3.envs.questions import AnswerEnvironment, Item, answer_in, answer_task, items, passes, split_of
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_the_answer_of_a_text(text, answer):
 
 def test_right_and_wrong():
     task = answer_task("k", Item("Six times seven?", ("6 * 7 = 42",), "42", "6 7"))
-    played = play(AnswerEnvironment(), task, scripted(solved(task)))
+    played = play(AnswerEnvironment(), task, scripted(solution(task)))
     assert played.reward == 1.0 and played.outcome == "done"
     for text in ("43", "42 43", "Answer: 42.", "42\n42", "", "the answer is 42"):
         assert play(AnswerEnvironment(), task, scripted([Reply(text)])).reward == 0.0, text
