@@ -3,7 +3,7 @@
     nanok3 eval runs/x                              on the held-out text of the run's own data
     nanok3 eval runs/x --data runs/data             on another prepared folder
     nanok3 eval MODEL --data a.txt --data notes/    on files or folders of your own, one slice each
-    nanok3 eval runs/x --pictures                   and what it sees on held-out pictures
+    nanok3 eval runs/x --pictures                   and what it sees on held-out pictures (--no-pictures: not)
 
 Bits per byte stand beside zlib -9 and xz -9e on the same bytes; chance levels stand beside recall. For a run folder the
 numbers, and pictures of what goes on inside the model, go to final.json and report.html as well.
@@ -46,8 +46,8 @@ class EvalArgs(ModelFlags):
     """Tokens a prediction may look back on; when not given, the row length the run was trained with, else 4096."""
     recall_distance: int = 2048
     """Farthest distance of the copy probe, in tokens."""
-    pictures: bool | None = None
-    """Ask about held-out pictures; when not given, wherever the model has a vision tower and the data pictures."""
+    pictures: bool = True
+    """Ask about held-out pictures, where the model has a vision tower and the data pictures."""
     picture_questions: int = 100
     """Questions on pictures of each kind, for every field that is asked for."""
     json: bool = False
@@ -74,8 +74,8 @@ def main(args: EvalArgs) -> None:
         context = settings.get("train", {}).get("seq_len") or 4096
     found = measure(opened, slices, args.bytes, context, args.recall_distance)
     with_pictures = picture_folders(data)
-    if args.pictures or (args.pictures is None and with_pictures and opened.model.cfg.has_vision):
-        found["pictures"] = see(opened, with_pictures, data, args.picture_questions)
+    if args.pictures and with_pictures and opened.model.cfg.has_vision:
+        found["pictures"] = see(opened, with_pictures, args.picture_questions)
     if run is not None:
         complete(run, found)
     if args.json:
@@ -133,14 +133,14 @@ def picture_folders(paths: Sequence[Path]) -> list[Path]:
     return [path for path in prepared if any(s.pictures for s in Prepared(path).sources("validation"))]
 
 
-def see(opened: OpenModel, folders: Sequence[Path], paths: Sequence[Path], questions: int) -> dict[str, Any]:
+def see(opened: OpenModel, folders: Sequence[Path], questions: int) -> dict[str, Any]:
     """What eval/pictures.py measures, on the one prepared folder with pictures."""
     from nanok3.data.prepared import Prepared
     from nanok3.eval.pictures import evaluate_pictures
 
     if len(folders) != 1:
-        found = f"{len(folders)} of {', '.join(map(str, paths))} have held-out pictures"
-        raise ValueError(f"pictures: {found}; allowed: one prepared folder (nanok3 data --pictures)")
+        names = ", ".join(map(str, folders))
+        raise ValueError(f"pictures: {names} have held-out pictures; allowed: one such folder, or --no-pictures")
     data = Prepared(folders[0])
     data.check_tokenizer(opened.tokenizer)
     return evaluate_pictures(opened.model, data, questions)

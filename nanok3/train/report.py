@@ -16,6 +16,7 @@ from pathlib import Path
 
 from nanok3.data.files import write_file
 from nanok3.train import report_pictures as pictures
+from nanok3.train import report_vision
 from nanok3.train.report_pictures import COMPRESSORS, missing, note, smoothed, spaced
 from nanok3.train.run_record import Record, Run, mapping_of, number, read_run
 from nanok3.train.svg import compact, escape, median
@@ -44,6 +45,7 @@ def page(run: Run) -> str:
         _section("Learning", pictures.learning(run)),
         _section("Held-out text over time", pictures.validation(run)),
         _section("Optimization and speed", pictures.optimization(run)),
+        *([_section("What it sees", report_vision.sees(run))] if report_vision.has_eyes(run) else []),
         _section("Experts", pictures.experts(run)),
         _section("Reading over depth", pictures.depth(run)),
         _section("How long memory lasts", pictures.retention(run)),

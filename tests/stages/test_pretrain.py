@@ -205,3 +205,61 @@ def test_kill_and_resume_is_the_same_run(data: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_kill_and_resume_is_the_same_run_over_200_steps(data: Path, tmp_path: Path) -> None:
     killed_and_resumed(data, tmp_path, steps=200, save_every=50, kill_at=110)
+
+
+# ---------------------------------------------------------------------- pictures
+
+EYES = ["--preset", "vision-tiny", "--depth", "2", "--set", "num_experts=4", "hidden_size=64", "text_hidden_size=64"]
+EYES += ["vt_hidden_size=32", "mm_hidden_size=32", "qkv_hidden_size=32", "vt_num_attention_heads=2"]
+
+
+@pytest.fixture(scope="module")
+def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from nanok3.data.pictures.kinds import PictureMix
+
+    folder = tmp_path_factory.mktemp("seen") / "data"
+    tokenizer = train_tokenizer(["Question: What colour is it? Answer: red", *"abc"] * 9, 540)
+    prepare([Source("sums", path=data.parent / "text")], tokenizer, folder, pictures=PictureMix(0.5, 40, ("shapes",)))
+    return folder
+
+
+def see(data: Path, out: Path, *flags: str) -> int:
+    flags = ("--data", str(data), "--out", str(out), *EYES, *TRAIN, "--train.seq-len", "256", *flags)
+    return main(["pretrain", *flags])
+
+
+def test_a_run_with_pictures_samples_measures_and_reports_them(seen: Path, tmp_path: Path) -> None:
+    assert see(seen, tmp_path / "run", "--train.steps", "4", "--train.sample-every", "4", "--no-evaluate") == 0
+    asked = ["--pictures", "--picture-questions", "3", "--recall-distance", "32", "--bytes", "2000"]
+    assert main(["eval", str(tmp_path / "run"), *asked]) == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    samples = [r for r in records if r["kind"] == "sample"]
+    assert len(samples) == 2 and samples[1]["prompt"].startswith("[shapes: ")
+    assert {"sums", "shapes"} == next(r for r in records if r["kind"] == "eval")["slices"].keys()
+    final = json.loads((tmp_path / "run" / "final.json").read_text())
+    assert set(final["slices"]) == {"sums"}  # compressors are measured on texts
+    assert {f["field"] for f in final["pictures"]["fields"]} == {"colour", "count", "shape"}
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "data:image/png;base64," in report and "without the picture" in report
+
+
+def test_a_run_with_pictures_killed_and_resumed_is_the_same_run(seen: Path, tmp_path: Path) -> None:
+    """Interrupted at a checkpoint and gone on with in a new process's place: the same weights, the tower's too."""
+    flags = ("--train.steps", "4", "--train.save-every", "2", "--train.sample-every", "0", "--no-evaluate")
+    assert see(seen, tmp_path / "whole", *flags) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "model")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000004")
+    assert main(["pretrain", "--out", str(tmp_path / "cut"), "--resume", "--no-evaluate"]) == 0
+    whole, cut = load(tmp_path / "whole" / "model").state_dict(), load(tmp_path / "cut" / "model").state_dict()
+    assert "vision_tower.patch_embed.proj.weight" in whole
+    assert not [name for name, value in whole.items() if not torch.equal(value, cut[name])]
+
+
+def test_a_text_model_is_refused_pictures(seen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(seen, tmp_path / "run", "--train.steps", "2", "--train.seq-len", "256") != 0
+    assert "no vision tower" in capsys.readouterr().err
+
+
+def test_a_model_with_eyes_trains_on_text_alone(data: Path, tmp_path: Path) -> None:
+    assert see(data, tmp_path / "run", "--train.steps", "2", "--no-evaluate", "--train.sample-every", "0") == 0
