@@ -1,9 +1,11 @@
 """`nanok3 demo`: the whole road on real text, in about twelve minutes on two cores.
 
     tokenizer    learn 4096 pieces from plays, conversations, code and exercises
-    data         split, deduplicate, encode
-    pretrain     a small K3: KDA, gated MLA, attention residuals, LatentMoE with Quantile Balancing, per-head Muon
-    eval         bits per byte on text it has not seen, beside zlib and xz; a recall probe
+    data         split, deduplicate, encode; draw pictures of shapes with their captions
+    pretrain     a small K3: KDA, gated MLA, attention residuals, LatentMoE with Quantile Balancing, per-head Muon, and
+                 a vision tower that learns from the first step
+    eval         bits per byte on text it has not seen, beside zlib and xz; a recall probe; questions on pictures it has
+                 not seen
     generate     three samples
     chat         it continues what you type; or, with --serve, a page in the browser and an API for OpenAI's clients
 
@@ -13,6 +15,7 @@ earlier run has finished. An interrupted training goes on where it stopped.
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 import signal
@@ -27,10 +30,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-MODEL = ("--preset", "small", "--depth", "5", "--train.batch-size", "8", "--train.seq-len", "512")
+MODEL = ("--preset", "vision-tiny", "--train.batch-size", "8", "--train.seq-len", "512")
 RATES = ("--train.lr", "2.5e-2", "--train.adam-lr-scale", "0.4", "--train.final-lr-fraction", "0.03")
 PACE = ("--train.eval-every", "100", "--train.sample-every", "200", "--train.save-every", "200")
 """The model of the demo and how it is trained, found by measurement: docs/log.md has the search."""
+PICTURES = ("--pictures", "0.2", "--picture-kinds", "shapes", "places")
+"""A fifth of the tokens: what a tower can begin to see within minutes."""
+PICTURE_FILE = "picture.png"
 PROMPTS = ("**HAMLET**\n", "A: hi, how are you?\nB:", "def add(a, b):\n")
 PROMPTS_FILE = "prompts.jsonl"
 
@@ -104,13 +110,27 @@ def _talk(args: DemoArgs, console: Console) -> None:
     """What one can do with the model now; one of it at once."""
     called = sys.argv[0] if Path(sys.argv[0]).name == "nanok3" else "python -m nanok3"
     chat = ["chat", f"{args.out}/run"]
+    picture = example_picture(args.out) if args.out is not None else None
     serve = ["serve", f"{args.out}/run", *(["--port", str(args.port)] if args.port != 8000 else [])]
     console.print(f"Talk to it here:        {called} {shlex.join(chat)}")
+    if picture is not None:
+        console.print(f"and show it a picture:  /image {picture}    and on the next line: Question: What colour is it?")
     console.print(f"or in the browser:      {called} {shlex.join(serve)}    then open http://127.0.0.1:{args.port}/")
     if args.serve:
         _run(serve)
     elif args.chat and sys.stdin.isatty():
         _run(chat)
+
+
+def example_picture(out: Path) -> Path | None:
+    """A held-out picture that the model was asked about, as a file to show it; None where it was asked about none."""
+    path = out / "run" / "final.json"
+    final = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    examples = final.get("pictures", {}).get("examples", [])
+    if not examples:
+        return None
+    (out / PICTURE_FILE).write_bytes(base64.b64decode(examples[0]["png"]))
+    return out / PICTURE_FILE
 
 
 def road(args: DemoArgs) -> list[Step]:
@@ -120,7 +140,8 @@ def road(args: DemoArgs) -> list[Step]:
     minutes = args.minutes or (0.6 if args.quick else 8.5)
     threads = ["--threads", str(args.threads)] if args.threads is not None else []
     learn = ["--max-bytes", "3000000"] if args.quick else []
-    sample = ["--bytes", "50000"] if args.quick else []
+    sample = ["--bytes", "50000", "--picture-questions", "20"] if args.quick else []
+    draw = [*PICTURES, "--picture-documents", "2000" if args.quick else "12000"]
     train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", "--no-rules", *MODEL, *RATES, *PACE]
     train += ["--train.minutes", f"{minutes:g}", *threads]
     if (run / "config.yaml").exists():
@@ -134,15 +155,15 @@ def road(args: DemoArgs) -> list[Step]:
             (tokenizer / "tiktoken.model").exists,
         ),
         Step(
-            "Split, deduplicate and encode the text",
-            15,
-            ["data", "--tokenizer", str(tokenizer), "--out", str(data)],
+            "Split, deduplicate and encode the text, and draw pictures",
+            18 if args.quick else 30,
+            ["data", "--tokenizer", str(tokenizer), "--out", str(data), *draw],
             (data / "manifest.json").exists,
         ),
-        Step("Train a small K3 on it", 60 * minutes + 10, train, (run / "model" / "config.json").exists),
+        Step("Train a small K3 on both", 60 * minutes + 10, train, (run / "model" / "config.json").exists),
         Step(
-            "Measure what it learned, on text it has not seen",
-            20 if args.quick else 60,
+            "Measure what it learned, on text and pictures it has not seen",
+            24 if args.quick else 90,
             ["eval", str(run), "--data", str(data), *sample, *threads],
             (run / "final.json").exists,
         ),

@@ -89,6 +89,17 @@ def test_every_command_parses(tmp_path: Path) -> None:
                 tyro.cli(getattr(stages[name], COMMANDS[name].arguments), args=flags)
 
 
+def test_a_held_out_picture_lies_there_to_be_shown(
+    ran: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.example_picture(tmp_path) is None
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "final.json").write_text('{"pictures": {"examples": [{"png": "aGVsbG8="}]}}')
+    demo.main(DemoArgs(out=tmp_path, chat=False))
+    assert (tmp_path / "picture.png").read_bytes() == b"hello"
+    assert f"/image {tmp_path}/picture.png" in capsys.readouterr().out.replace("\n", "")
+
+
 def test_the_time_is_within_the_promise() -> None:
     assert sum(step.seconds for step in road(DemoArgs())) < 12 * 60
     assert sum(step.seconds for step in road(DemoArgs(quick=True))) < 2 * 60
