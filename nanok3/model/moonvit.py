@@ -14,7 +14,8 @@ projector makes it one text embedding: `norm(P_2 gelu_erf(P_0 row))`. An item gi
 many frames it has.
 
 Items of any mix of sizes lie one after the other in the same tensor, without padding: everything works patch
-by patch except attention, which walks over the items and needs memory linear in the patches.
+by patch except attention, which walks over the lengths of items, all of one length at once, and needs memory
+linear in the patches.
 
 Source: the official modeling_kimi_k3.py, to whose numbers the tests hold this file (specification 3.9). Where
 the report speaks of factorized space and time attention, the released code attends jointly; so does this
@@ -26,6 +27,7 @@ Legend: N patches of all items together, P patch side, D tower width, H heads, K
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate, groupby
 
 import torch
 import torch.nn.functional as F
@@ -136,10 +138,25 @@ def rotate(x: Float[Tensor, "N H K"], turn: Complex[Tensor, "N pairs"]) -> Float
 def attend(
     q: Float[Tensor, "N H K"], k: Float[Tensor, "N H K"], v: Float[Tensor, "N H K"], lengths: list[int]
 ) -> Float[Tensor, "N H K"]:
-    """Softmax attention within each item, in both directions over space and time, scale K^-1/2."""
-    q_items, k_items, v_items = (x.transpose(0, 1)[None].split(lengths, dim=2) for x in (q, k, v))
-    mixed = [F.scaled_dot_product_attention(*item) for item in zip(q_items, k_items, v_items, strict=True)]
-    return torch.cat(mixed, dim=2)[0].transpose(0, 1)
+    """Softmax attention within each item, in both directions over space and time, scale K^-1/2. Neighbours of equal
+    length go through it together."""
+    runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
+    parts = zip(*(x.split([length * count for length, count in runs]) for x in (q, k, v)), strict=True)
+    mixed = []
+    for (length, _), part in zip(runs, parts, strict=True):
+        items = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in part)
+        mixed.append(F.scaled_dot_product_attention(*items).transpose(1, 2).flatten(0, 1))
+    return torch.cat(mixed)
+
+
+def by_length(lengths: list[int]) -> tuple[list[int], Int[Tensor, " N"] | None]:
+    """The order of items that puts equal lengths side by side, and the patches in that order; None where it is the
+    order they are in."""
+    order = sorted(range(len(lengths)), key=lambda item: lengths[item])
+    if order == list(range(len(lengths))):
+        return order, None
+    starts = [0, *accumulate(lengths)]
+    return order, torch.cat([torch.arange(starts[item], starts[item + 1]) for item in order])
 
 
 # ---------------------------------------------------------------------- from patches to rows
@@ -212,8 +229,9 @@ class Block(nn.Module):
     def forward(
         self, x: Float[Tensor, "N D"], turn: Complex[Tensor, "N pairs"], lengths: list[int]
     ) -> Float[Tensor, "N D"]:
-        q, k, v = self.wqkv(self.norm0(x)).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        x = x + self.wo(attend(rotate(q, turn), rotate(k, turn), v, lengths).flatten(1))
+        qkv = self.wqkv(self.norm0(x)).unflatten(-1, (3, self.heads, -1))
+        q, k = rotate(qkv[:, :2].flatten(1, 2), turn).unflatten(1, (2, self.heads)).unbind(1)
+        x = x + self.wo(attend(q, k, qkv[:, 2], lengths).flatten(1))
         return x + self.mlp(self.norm1(x))
 
 
@@ -267,12 +285,16 @@ class MoonViT(nn.Module):
         if pixel_values.shape[1:] != expected:
             raise ValueError(f"pixel_values has patches of {tuple(pixel_values.shape[1:])}; expected {tuple(expected)}")
         grids = read_grids(grid_thw, len(pixel_values), self.merge, self.frames)
+        order, patches = by_length([t * h * w for t, h, w in grids])
+        if patches is not None:
+            pixel_values, grids = pixel_values[patches.to(pixel_values.device)], [grids[item] for item in order]
         lengths = [t * h * w for t, h, w in grids]
         x = self.patch_embed(pixel_values, grids)
         turn = for_every_item(grids, lambda grid: turns(grid, self.head_width, x))
         x = self.encoder(x, turn, lengths)
-        pieces = zip(x.split(lengths), grids, strict=True)
-        return torch.cat([merge_patches(piece, grid, self.merge) for piece, grid in pieces])
+        rows = [merge_patches(piece, grid, self.merge) for piece, grid in zip(x.split(lengths), grids, strict=True)]
+        placed = dict(zip(order, rows, strict=True))
+        return torch.cat([placed[item] for item in range(len(rows))])
 
 
 class Projector(nn.Module):
