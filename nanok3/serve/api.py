@@ -55,18 +55,30 @@ class Route:
     summary: str
     body: Mapping[str, Any] | None = None
     """JSON schema of the request, for /openapi.json."""
+    kinds: tuple[str, ...] = ("application/json",)
+    """Content types of the answer."""
 
 
+SPOKEN = ("application/json", "text/event-stream")
 ROUTES = (
-    Route("POST", "/v1/chat/completions", chat_api.chat_completions, "The next message", openapi.CHAT),
-    Route("POST", "/v1/completions", completions_api.completions, "Continue texts", openapi.COMPLETION),
-    Route("POST", "/v1/responses", responses_api.responses, "The same, as OpenAI's Responses API", openapi.RESPONSE),
-    Route("POST", "/v1/messages", messages_api.messages, "The same, as Anthropic's Messages API", openapi.MESSAGES),
+    Route("POST", "/v1/chat/completions", chat_api.chat_completions, "The next message", openapi.CHAT, SPOKEN),
+    Route("POST", "/v1/completions", completions_api.completions, "Continue texts", openapi.COMPLETION, SPOKEN),
+    Route(
+        "POST",
+        "/v1/responses",
+        responses_api.responses,
+        "The same, as OpenAI's Responses API",
+        openapi.RESPONSE,
+        SPOKEN,
+    ),
+    Route(
+        "POST", "/v1/messages", messages_api.messages, "The same, as Anthropic's Messages API", openapi.MESSAGES, SPOKEN
+    ),
     Route("POST", "/v1/messages/count_tokens", messages_api.count_tokens, "Tokens of a prompt", openapi.MESSAGES),
     Route("POST", "/v1/files", files_api.upload, "Upload a file, as multipart/form-data"),
     Route("GET", "/v1/files", files_api.files, "The files of this client"),
     Route("GET", "/v1/files/{file}", files_api.file, "One of them"),
-    Route("GET", "/v1/files/{file}/content", files_api.content, "Its content"),
+    Route("GET", "/v1/files/{file}/content", files_api.content, "Its content", kinds=("application/octet-stream",)),
     Route("DELETE", "/v1/files/{file}", files_api.delete, "Delete it"),
     Route("GET", "/v1/models", status_api.models, "The models served here"),
     Route("GET", "/v1/models/{model:path}", status_api.model, "One of them"),
@@ -75,7 +87,7 @@ ROUTES = (
     Route("POST", "/apply-template", tokens_api.apply_template, "The prompt of a conversation", openapi.CHAT),
     Route("GET", "/health", status_api.health, "Whether the engine runs"),
     Route("GET", "/ready", status_api.ready, "Whether requests are taken"),
-    Route("GET", "/metrics", status_api.metrics, "Numbers for Prometheus"),
+    Route("GET", "/metrics", status_api.metrics, "Numbers for Prometheus", kinds=("text/plain",)),
     Route("GET", "/v1/loads", status_api.loads, "How much is going on"),
     Route("POST", "/admin/flush", status_api.flush, "Forget all cached prefixes"),
     Route("POST", "/admin/save", conversations_api.save, "Write a conversation's memory into a file", openapi.SAVED),
@@ -88,7 +100,7 @@ def make_app(
 ) -> FastAPI:
     """The app over an engine whose thread runs, or that somebody steps."""
     try:
-        from fastapi import FastAPI
+        from fastapi import FastAPI, Response
         from starlette.exceptions import HTTPException
         from starlette.middleware.cors import CORSMiddleware
     except ImportError:
@@ -103,7 +115,9 @@ def make_app(
             methods=[route.method],
             summary=route.summary,
             name=route.path,
-            openapi_extra=None if route.body is None else openapi.request_body(route.body),
+            openapi_extra=openapi.operation(route.path, route.body),
+            responses=openapi.responses(route.kinds),
+            response_class=Response,
         )
     for path, (content, kind) in page.files().items():
         app.add_route(path, _file(content, kind), methods=["GET"], include_in_schema=False)

@@ -3,7 +3,8 @@ a tool's name is declared once, no schema says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nanok3.data.chat import RESPONSE_FORMATS, TOOL_CHOICES
@@ -154,6 +155,47 @@ DETOKENIZE: Schema = {
 }
 
 
-def request_body(schema: Schema) -> dict[str, Any]:
-    """What FastAPI adds to an operation."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {
+                "message": _TEXT,
+                "type": _TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+STATUSES = {
+    400: "A field is wrong, or the body is no JSON",
+    401: "No key, or an unknown one",
+    403: "The server has no admin key",
+    404: "No such model or file",
+    408: "The body did not come",
+    413: "The body is too large",
+    429: "More than the server takes now",
+    500: "The model or the server failed",
+    501: "This server cannot do that",
+    503: "The server is shutting down",
+    504: "The request took more than its time",
+}
+
+
+def operation(path: str, body: Schema | None) -> dict[str, Any]:
+    """What FastAPI adds to an operation: the body, and the places of the path."""
+    names = re.findall(r"{(\w+)", path)
+    places = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    content = None if body is None else {"required": True, "content": {"application/json": {"schema": body}}}
+    return ({"parameters": places} if places else {}) | ({"requestBody": content} if content else {})
+
+
+def responses(kinds: Iterable[str]) -> dict[int | str, dict[str, Any]]:
+    """What an operation answers: a success of one of these content types, or an error."""
+    error = {"application/json": {"schema": ERROR}}
+    success = {"description": "The answer", "content": {kind: {"schema": {}} for kind in kinds}}
+    return {200: success, **{status: {"description": text, "content": error} for status, text in STATUSES.items()}}

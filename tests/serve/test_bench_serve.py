@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
 import sys
 import threading
 import time
@@ -201,3 +202,12 @@ def test_quantiles(serve):
     assert serve.quantile([0.004, 0.001, 0.002, 0.003, 0.005], 0.5) == 3
     assert serve.quantile([0.001, 0.002], 0.9) == pytest.approx(1.9)
     assert serve.quantile([math.nan], 0.5) is None
+
+
+@pytest.mark.slow
+def test_a_short_soak_leaves_nothing_behind(tmp_path):
+    """The script ends with status 1 for any error, any page, file or thread that is left, and memory that grew."""
+    command = [sys.executable, str(BENCH / "soak.py"), "--minutes", "0.33", "--clients", "16"]
+    done = subprocess.run([*command, "--json", str(tmp_path / "soak.json")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "soak.json").read_text())["rows"][0]["requests"] > 16
