@@ -32,6 +32,8 @@ TIMES = {
     **dict.fromkeys(("decode", "fused", "linear", "startup"), "1 min"),
     **dict.fromkeys(("kda", "profile_step", "serve"), "5 min"),
     "gpu_check": "8 min",
+    "prefix": "5 min",
+    "soak": "10 min",
     **dict.fromkeys(("context", "inference", "train_step"), "<1 h"),
     "qat": "hours",
     "quality": "2.5 h",
