@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +192,28 @@ class NativeDecoder:
                 layer.tokens += T
         state.tokens += T
         return out
+
+    def try_state(
+        self, ids: Int[Tensor, "1 T"], state: ModelState
+    ) -> tuple[Float[Tensor, "T vocab"], Callable[[int], None]]:
+        """Read tokens of one sequence on trial: the logits after each, and what to call once, before anything else is
+        read: the state, until then as it was, moves on by the first so many of them."""
+        count, before = ids.shape[1], state.tokens
+        (memory,) = self._memories(state, count)
+        memory.record_on(self.tape(count))
+        logits = self.step(ids.flatten(), [memory], [count], range(count)).logits
+
+        def keep(tokens: int) -> None:
+            memory.tokens = before
+            if tokens:
+                self.replay([memory], [tokens])
+            memory.record_on(None)
+            for layer in state.layers:
+                if isinstance(layer, LatentCache):
+                    layer.tokens = before + tokens
+            state.tokens = before + tokens
+
+        return logits, keep
 
     def _memories(self, state: ModelState, rows: int) -> list[SequenceMemory]:
         """Those of the last call, as long as the state still consists of the same tensors."""

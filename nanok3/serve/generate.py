@@ -10,7 +10,7 @@ What is shown: whole characters only; nothing of a stop string, not even its beg
 no end token. Ids without a name in the tokenizer, whose embeddings nothing has trained, are never sampled.
 
 On a CPU a token after the prompt is read by one native call (model/native_decode.py) where the model allows it, else by
-torch.
+torch. With a draft (speculative.py) several are read at once, and those that are what would have been said are kept.
 
 Pictures stand where the prompt has a placeholder for each, or before a text that has none, with a newline between, as
 in captions (docs/formats.md). What the model sees of one is computed once, and spliced into the chunks it falls into.
@@ -42,8 +42,10 @@ from nanok3.model.basics import at_least_float32
 from nanok3.model.cache import ModelState
 from nanok3.model.decoder import K3
 from nanok3.model.native_decode import NativeDecoder
+from nanok3.serve.lone_draft import LoneDraft
 from nanok3.serve.pictures import Shown, eyes_of, show
 from nanok3.serve.sampler import SamplingParams, TokenCounts, new_generator, sample
+from nanok3.serve.speculative import Drafted, Drafter, settle
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt read at once."""
@@ -72,6 +74,8 @@ class Completion:
     """Without the time in which a reader of the stream held the pieces."""
     state: ModelState
     """It has read the prompt and all ids but the last; `state.tokens` counts."""
+    drafted: Drafted | None = None
+    """What was guessed, where there was a draft."""
 
     @property
     def prefill_rate(self) -> float:
@@ -150,6 +154,7 @@ class Generation:
         prefill_chunk: int,
         generator: torch.Generator | None,
         images: Images,
+        draft: tuple[Drafter, int] | None,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
@@ -166,6 +171,9 @@ class Generation:
         unsaid = unnamed_ids(tokenizer, model.cfg.vocab_size) + ([] if self.eyes is None else [self.eyes.pad])
         self.forbidden = torch.tensor(unsaid, dtype=torch.int64)
         self.counts = TokenCounts.of(self.prompt, model.cfg.vocab_size) if params.counts_tokens else None
+        self.draft = None
+        if draft is not None:
+            self.draft = LoneDraft(model, self.prompt, draft[0], params, self.generator, draft[1])
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
@@ -197,6 +205,7 @@ class Generation:
             self.seconds_prefill,
             self.seconds_decode,
             self.state,
+            None if self.draft is None else self.draft.drafted,
         )
 
     def _run(self) -> Iterator[str]:
@@ -209,11 +218,29 @@ class Generation:
         while self.finish_reason is None:
             with unbroken():
                 start = time.perf_counter()
-                logits = self._read(self.ids[-1:]) if self.ids else logits
-                self._say(*sample(logits, self.params, self.generator, self.counts))
+                if self.draft is None or not self.ids or not self._say_some(self.draft):
+                    logits = self._read(self.ids[-1:]) if self.ids else logits
+                    self._say(*sample(logits, self.params, self.generator, self.counts))
+                    if self.draft is not None and len(self.ids) > 1:
+                        self.draft.plain()
                 self.seconds_decode += time.perf_counter() - start
             if piece := self._hand_over():
                 yield piece
+
+    def _say_some(self, draft: LoneDraft) -> bool:
+        """Read the last token and a draft, and say what of it is right and one token more; False if there is none."""
+        guesses = draft.guesses(self.ids, self.limit - len(self.ids) - 1)
+        if not guesses:
+            return False
+        rows = draft.read([self.ids[-1], *(guess.id for guess in guesses)], self.state)
+        rows, read = rows.index_fill(1, self.forbidden, -torch.inf), 0
+        for row, guess in zip(rows, [*guesses, None], strict=True):
+            self._say(*settle(row, guess, self.params, self.generator, self.counts))
+            read += 1
+            if self.finish_reason is not None or guess is None or self.ids[-1] != guess.id:
+                break
+        draft.keep(read)
+        return True
 
     @torch.no_grad()
     def _read(self, ids: list[int]) -> Float[Tensor, " vocab"]:
@@ -261,16 +288,19 @@ def stream(
     prefill_chunk: int = PREFILL_CHUNK,
     generator: torch.Generator | None = None,
     images: Images = (),
+    draft: tuple[Drafter, int] | None = None,
 ) -> Generation:
     """An iterator over pieces of the answer to `prompt`, text or ids; the work is done as it is read.
 
     state: read on from it (it is advanced; one sequence); with one, an empty prompt is an error. generator: random
     numbers shared with other calls, instead of fresh ones from params.seed. images: pictures for the placeholders of
     the prompt (`<|kimi_image_placeholder|>` in a text, the media pad among ids), or before a text without any.
+    draft: who guesses, and how many tokens at most; an answer does not depend on it (speculative.py).
     ValueError for a prompt that does not fit into the context or into the vocabulary, for pictures that cannot be read,
     and where their number is not that of the placeholders.
     """
-    return Generation(model, tokenizer, prompt, params or SamplingParams(), state, prefill_chunk, generator, images)
+    params = params or SamplingParams()
+    return Generation(model, tokenizer, prompt, params, state, prefill_chunk, generator, images, draft)
 
 
 def generate(
@@ -283,10 +313,11 @@ def generate(
     prefill_chunk: int = PREFILL_CHUNK,
     generator: torch.Generator | None = None,
     images: Images = (),
+    draft: tuple[Drafter, int] | None = None,
 ) -> Completion:
     """The whole answer; arguments as in `stream`. `on_text` gets each piece as it comes, together the answer's text.
     Ctrl-C ends it with what was said so far and finish_reason 'interrupted'; the state stays usable."""
-    running = stream(model, tokenizer, prompt, params, state, prefill_chunk, generator, images)
+    running = stream(model, tokenizer, prompt, params, state, prefill_chunk, generator, images, draft)
     show = on_text or (lambda piece: None)
     try:
         for piece in running:

@@ -145,5 +145,9 @@ class _Readings:
         yield "generation_tokens", "Tokens said.", counters.said_tokens
         yield "preemptions", "Times a running answer lost its pages.", engine.scheduler.preemptions
         yield "steps", "Steps of the engine.", counters.steps
+        if engine.speculation is not None:
+            drafted = engine.speculation.drafted
+            yield "draft_tokens", "Tokens that were guessed.", drafted.tokens
+            yield "draft_tokens_accepted", "Of them, those that were right.", drafted.accepted
         yield "cache_checks", "Prompts read again without the cache.", engine.checks.done
         yield "cache_checks_failed", "Of them, with another result.", engine.checks.failed

@@ -35,6 +35,12 @@ DRAFT_TOKENS = 7
 """Of K3's draft (report 4)."""
 
 
+def check_tokens(tokens: int) -> None:
+    """ValueError for a length that drafts cannot have."""
+    if not 1 <= tokens <= 15:
+        raise ValueError(f"draft_tokens is {tokens}; allowed: 1 to 15")
+
+
 @dataclass(frozen=True, eq=False)
 class Guess:
     """A token that may come; q is the distribution it was drawn from, None if it was certain."""
@@ -204,8 +210,7 @@ class Speculation:
         adaptive: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if not 1 <= tokens <= 15:
-            raise ValueError(f"draft_tokens is {tokens}; allowed: 1 to 15")
+        check_tokens(tokens)
         self.drafter, self.tokens, self.clock = drafter, tokens, clock
         self.gauge = Gauge() if adaptive else None
         self.drafted = Drafted()

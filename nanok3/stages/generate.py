@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nanok3.serve.generate import Completion
     from nanok3.serve.run_folder import OpenModel
     from nanok3.serve.sampler import SamplingParams
+    from nanok3.serve.speculative import Drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,11 @@ class GenerateArgs(SamplingFlags, ModelFlags):
     `<|kimi_image_placeholder|>`."""
     prefill_chunk: int = 512
     """Prompt tokens read at once; less saves memory."""
+    draft: str | None = None
+    """`ngram` guesses what followed the same tokens before, and reads several tokens at once where that is right; the
+    answer stays what it is."""
+    draft_tokens: int = 7
+    """Guesses at a time."""
     json: bool = False
     """Print a JSON line per prompt instead of text."""
     out: Path | None = None
@@ -117,7 +123,7 @@ def main(args: GenerateArgs) -> None:
     params, prompts = args.sampling(), read_prompts(args)
     if args.resume and args.out is None:
         raise ValueError("--resume goes on with an --out file; give --out too")
-    images = read_images(args)
+    images, drafter = read_images(args), drafter_of(args.draft, args.draft_tokens)
     answers = Answers(args.out, prompts, settings(args, params), args.seed is None, args.resume) if args.out else None
     if answers is not None:
         params = replace(params, seed=answers.settings["seed"])
@@ -128,7 +134,7 @@ def main(args: GenerateArgs) -> None:
             if answers is None or not answers.has(index):
                 if len(prompts) > 1:
                     print(f"[{index + 1}/{len(prompts)}] {prompt!r}", file=sys.stderr)
-                done.append(answer(args, opened, index, prompt, params, answers, images))
+                done.append(answer(args, opened, index, prompt, params, answers, images, drafter))
                 if done[-1].finish_reason == "interrupted":
                     raise KeyboardInterrupt
         if answers is not None:
@@ -146,18 +152,32 @@ def answer(
     params: SamplingParams,
     answers: Answers | None,
     images: list[Image],
+    drafter: Drafter | None = None,
 ) -> Completion:
     """Answer one prompt and put it where the flags say."""
     from nanok3.serve.generate import generate
 
     show = None if args.json or answers else printer()
-    completion = generate(opened.model, opened.tokenizer, prompt, params, None, show, args.prefill_chunk, images=images)
+    draft = None if drafter is None else (drafter, args.draft_tokens)
+    completion = generate(
+        opened.model, opened.tokenizer, prompt, params, None, show, args.prefill_chunk, images=images, draft=draft
+    )
     record = record_of(index, prompt, completion, settings(args, params))
     if answers is not None:
         answers.add(record)
     else:
         print(json.dumps(record, ensure_ascii=False) if args.json else "", flush=True)
     return completion
+
+
+def drafter_of(draft: str | None, tokens: int) -> Drafter | None:
+    """Who --draft names. ValueError for anything else than `ngram`, and for lengths that cannot be."""
+    from nanok3.serve.speculative import NGrams, check_tokens
+
+    check_tokens(tokens)
+    if draft not in (None, "ngram"):
+        raise ValueError(f"draft is {draft!r}; allowed: 'ngram'")
+    return None if draft is None else NGrams()
 
 
 # ---------------------------------------------------------------------- prompts
@@ -329,4 +349,7 @@ def summary(done: list[Completion], params: SamplingParams) -> str:
     reasons = {c.finish_reason for c in done}
     line = f"prompt: {prompt} tokens, {prompt / max(reading, 1e-9):.1f} tokens/s; "
     line += f"answer: {said} tokens, {steps / max(saying, 1e-9):.1f} tokens/s; seed {params.seed}"
+    drafts = [c.drafted for c in done if c.drafted is not None]
+    if drafts:
+        line += f"; {sum(d.accepted for d in drafts)} of {sum(d.tokens for d in drafts)} guesses were right"
     return line + ("; interrupted" if "interrupted" in reasons else "")

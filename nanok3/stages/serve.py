@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from nanok3.stages.generate import ModelFlags
+from nanok3.stages.generate import ModelFlags, drafter_of
 
 if TYPE_CHECKING:
     from nanok3.data.chat import Sentences
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from nanok3.serve.offload import Tier
     from nanok3.serve.picture_sources import PictureSettings
     from nanok3.serve.server import ServerSettings
+    from nanok3.serve.speculative import Speculation
 
 GIB = 1 << 30
 
@@ -87,6 +88,11 @@ class ServeArgs:
     """Tokens of prompt and answer; not given: what the model was built for."""
     max_waiting: int = 1024
     """Requests that may wait before more are refused with status 429."""
+    draft: str | None = None
+    """`ngram` guesses what followed the same tokens before, and reads several tokens at once where that is right;
+    answers stay what they are."""
+    draft_tokens: int = 7
+    """Guesses for one request at a time."""
 
     api_key: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Key that clients have to send; may be given several times."""
@@ -169,6 +175,15 @@ class ServeArgs:
         memory = 0 if self.cache_memory is None else parse_bytes("cache_memory", self.cache_memory)
         return memory, parse_bytes("cache_disk", self.cache_disk or "16GiB")
 
+    def speculation(self) -> Speculation | None:
+        """Where drafts come from."""
+        from nanok3.serve.speculative import Speculation
+
+        drafter = drafter_of(self.draft, self.draft_tokens)
+        if drafter is not None and self.scripted is not None:
+            raise ValueError(f"draft is {self.draft!r}; a script needs none: leave it out with --scripted")
+        return None if drafter is None else Speculation(drafter, self.draft_tokens)
+
     def tier(self, reading: Reading) -> Tier | None:
         """Where evicted prefixes of a model go."""
         from nanok3.serve.offload import Tier, fingerprint
@@ -237,9 +252,11 @@ def open_app(args: ServeArgs) -> tuple[Any, Engine, str]:
     from nanok3.serve.grammar import for_request
 
     settings, _ = args.engine_settings(), args.cache_bytes()  # mistakes are told before a model is read
+    speculation = args.speculation()
     runner, tokenizer, forbidden, sentences = open_scripted(args) if args.scripted else open_real(args)
     settings = replace(settings, tier=args.tier(runner))
-    engine = Engine(runner, {tokenizer.eos_id, tokenizer.end_of_msg_id}, forbidden, settings)
+    ends = {tokenizer.eos_id, tokenizer.end_of_msg_id}
+    engine = Engine(runner, ends, forbidden, settings, speculation=speculation)
     server = args.server_settings(sentences)
     constrain = functools.partial(for_request, tokenizer=tokenizer, vocab_size=runner.vocab_size)
     return make_app(engine, tokenizer, server, constrain), engine, server.names[0]

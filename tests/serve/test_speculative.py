@@ -16,6 +16,7 @@ from nanok3.kernels import native
 from nanok3.model.decoder import K3
 from nanok3.serve.engine import Engine, Settings
 from nanok3.serve.grammar import Grammars
+from nanok3.serve.metrics import Metrics
 from nanok3.serve.offload import Tier
 from nanok3.serve.protocol import read_completion
 from nanok3.serve.runner import Runner
@@ -344,3 +345,13 @@ def test_an_engine_measures_before_it_tries(model):
 def test_draft_lengths_that_cannot_be_are_named(tokens):
     with pytest.raises(ValueError, match=f"draft_tokens is {tokens}"):
         Speculation(NGrams(), tokens)
+
+
+def test_metrics_count_guesses(model):
+    engine = engine_for(model, NGrams(2, 1))
+    metrics = Metrics(engine)
+    run(engine, job([5, 6] * 8, LONG))
+    drafted = engine.speculation.drafted
+    lines = metrics.text().decode().splitlines()
+    assert f"nanok3_draft_tokens_total {drafted.tokens:.1f}" in lines and drafted.tokens
+    assert f"nanok3_draft_tokens_accepted_total {drafted.accepted:.1f}" in lines
