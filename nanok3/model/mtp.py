@@ -1,0 +1,127 @@
+"""The prediction layer: one block more, which from the model's last thought and the next token says the one after
+(report, table 1 and 4; architecture 3.10).
+
+    row t:   x_t = W [norm(embedding of token t) ; norm(feature of token t - 1)],   zero before a document's first
+             h_t = block(x)_t                         gated MLA without positions, then LatentMoE; no AttnRes
+             logits of token t + 1 = head(norm(h_t))  the model's own head and embedding
+
+The feature is what the model read of its depth for the last time, before its final norm. A draft mixes in two earlier
+ones, what the first layers behind AttnRes blocks 1 and 4 read, through a matrix that begins as [0 0 I], so that it
+starts out as the prediction layer; after its first guess it goes on with its own h in place of the feature.
+
+K3's prediction layer is in no release. The names are those that vLLM reads (enorm, hnorm, eh_proj, mtp_block,
+shared_head.norm). Ours: which read of depth a block's output is, the feature before a document, and where there are not
+eight blocks, the half of them in place of the fourth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from nanok3.config import K3Config
+from nanok3.model.attn_res import DepthSources
+from nanok3.model.basics import Linear, RMSNorm
+from nanok3.model.cache import LatentCache
+from nanok3.model.decoder import K3, DecoderLayer
+
+
+def layer_config(cfg: K3Config) -> K3Config:
+    """A model of one MLA layer with experts and without attention residuals, otherwise as `cfg`."""
+    one = replace(cfg, num_hidden_layers=1, kda_layers=(), full_attn_layers=(1,), first_k_dense_replace=0)
+    return replace(one, model_type="kimi_linear", attn_res_block_size=None, attn_res_full=False)
+
+
+def tapped_layers(cfg: K3Config) -> tuple[int, int, int]:
+    """Layers whose attention reads the outputs of an early, a middle and the last AttnRes block; the last read of all
+    goes by the number of layers."""
+    layers = cfg.num_hidden_layers
+    block = cfg.attn_res_block_size or max(1, layers // 8)
+    blocks = -(-layers // block)
+    return min(block, layers), min(block * -(-blocks // 2), layers), layers
+
+
+@contextmanager
+def taps(model: K3, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """What the attentions of these layers read before their norm, by layer, while the model runs; the number of layers
+    means the last read."""
+    found: dict[int, Tensor] = {}
+
+    def watch(place: int) -> torch.utils.hooks.RemovableHandle:
+        last = place == len(model.model.layers)
+        norm = model.model.norm if last else model.model.layers[place].input_layernorm
+        assert isinstance(norm, nn.Module)
+        return norm.register_forward_pre_hook(lambda _, inputs: found.update({place: inputs[0]}))
+
+    handles = [watch(place) for place in set(layers)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class PredictionLayer(nn.Module):
+    """One block over a token and the feature before it."""
+
+    def __init__(self, cfg: K3Config) -> None:
+        super().__init__()
+        self.enorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.hnorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.eh_proj = Linear(2 * cfg.hidden_size, cfg.hidden_size)
+        self.mtp_block = DecoderLayer(layer_config(cfg), 0)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)})
+
+    def combine(self, embedded: Float[Tensor, "B T D"], feature: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """The block's input."""
+        x: Tensor = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(feature)), dim=-1))
+        return x
+
+    def forward(
+        self,
+        embedded: Float[Tensor, "B T D"],
+        feature: Float[Tensor, "B T D"],
+        cu_seqlens: Int[Tensor, " n1"] | None = None,
+        cache: LatentCache | None = None,
+    ) -> Float[Tensor, "B T D"]:
+        """h; row t of `feature` is that of token t - 1. A cache is advanced by the rows."""
+        depth = DepthSources(self.combine(embedded, feature))
+        self.mtp_block(depth, cu_seqlens, cache)
+        assert depth.running is not None
+        return depth.running
+
+    def normed(self, h: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """What the model's head reads."""
+        x: Tensor = self.shared_head["norm"](h)
+        return x
+
+
+class Draft(nn.Module):
+    """A prediction layer that reads three depths of the model."""
+
+    def __init__(self, cfg: K3Config) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.fusion = Linear(3 * cfg.hidden_size, cfg.hidden_size)
+        self.layer = PredictionLayer(cfg)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As `K3`; the fusion takes the last feature alone."""
+        for module in self.layer.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset(self.cfg.initializer_range)
+        D = self.cfg.hidden_size
+        with torch.no_grad():
+            self.fusion.weight.zero_()[:, 2 * D :].copy_(torch.eye(D))
+
+    def fuse(self, features: Float[Tensor, "B T 3 D"]) -> Float[Tensor, "B T D"]:
+        """One feature a token of the three."""
+        x: Tensor = self.fusion(features.flatten(-2))
+        return x

@@ -1,0 +1,1 @@
+"""How it becomes an agent."""
