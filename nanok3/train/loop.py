@@ -122,6 +122,7 @@ class Trainer:
             lr=s.lr,
             weight_decay=s.weight_decay,
             adam_lr_scale=s.adam_lr_scale,
+            vision_lr_scale=s.vision_lr_scale,
         )
         self.optimizer = K3Optimizer(model, rules)
         self.balancer = QuantileBalancer(model, update_bias=s.balance)

@@ -25,7 +25,9 @@ heads. `parameter_rules` cuts every stored parameter into its logical matrices, 
 
 Weight decay 0.1 (report 3) acts on matrices, under AdamW too (b_proj, vision). Ours: the embedding and the head are
 not decayed by default (`embedding_weight_decay`); vectors, convolutions, AttnRes queries and positions never are.
-Learning-rate scales of the AdamW part are ours as well; K3's Adam betas are unknown, these are Moonlight's.
+Learning-rate scales of the AdamW part are ours as well; K3's Adam betas are unknown, these are Moonlight's. The tower
+has the smallest: at the rate of a small model's embedding its features lose the picture before the text has learned to
+read them (docs/vision.md).
 
 The baselines have a map of their own: every matrix whole, as Muon was published. `matrices="adamw"` gives all matrices
 of any model to AdamW instead, for comparison.
@@ -72,6 +74,8 @@ class OptimizerSettings:
     """On top of adam_lr_scale, for the head (ours)."""
     embedding_weight_decay: float = 0.0
     """Of the embedding and the head (ours)."""
+    vision_lr_scale: float = 0.1
+    """On top of adam_lr_scale, for the vision tower and its projector (ours)."""
 
 
 # ---------------------------------------------------------------------- Newton-Schulz
@@ -285,6 +289,8 @@ def _rule(name: str, shape: tuple[int, ...], cfg: K3Config | BaselineConfig, set
         _HEAD: settings.embedding_weight_decay,
     }
     scale = {_EMBEDDING: settings.embedding_lr_scale, _HEAD: settings.head_lr_scale}.get(treatment, 1.0)
+    if name.startswith(("vision_tower.", "mm_projector.")):
+        scale = settings.vision_lr_scale
     return Rule(name, shape, "adamw", (), decay[treatment], settings.adam_lr_scale * scale)
 
 

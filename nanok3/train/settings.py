@@ -26,6 +26,8 @@ class TrainSettings:
     """Peak learning rate (ours; short runs of small models like twice that)."""
     adam_lr_scale: float = 0.4
     """AdamW's learning rate relative to Muon's (ours)."""
+    vision_lr_scale: float = 0.1
+    """The vision tower's and projector's learning rate relative to the rest of AdamW's (ours)."""
     warmup_fraction: float = 0.01
     """Linear warmup, as a share of the schedule (report 3)."""
     final_lr_fraction: float = 0.1
@@ -83,7 +85,15 @@ class TrainSettings:
             value = getattr(self, f.name)
             if value is not None and f.name in least and not least[f.name] <= value < 2**63:
                 raise ValueError(f"{f.name} is {value}; it must be at least {least[f.name]} and below 2^63")
-        for name in ("minutes", "lr", "adam_lr_scale", "grad_clip", "qk_clip_threshold", "log_seconds"):
+        for name in (
+            "minutes",
+            "lr",
+            "adam_lr_scale",
+            "vision_lr_scale",
+            "grad_clip",
+            "qk_clip_threshold",
+            "log_seconds",
+        ):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} is {value}; it must be above 0 and finite")

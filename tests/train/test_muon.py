@@ -530,3 +530,12 @@ def test_a_baseline_with_an_unknown_parameter_is_refused() -> None:
     model.layers[0].extra = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="extra"):
         parameter_rules(model)
+
+
+def test_the_tower_and_its_projector_have_a_rate_of_their_own() -> None:
+    with torch.device("meta"):
+        model = K3(K3Config.vision_tiny())
+    rules = parameter_rules(model, OptimizerSettings(adam_lr_scale=0.4, vision_lr_scale=0.25))
+    eyes = {rule.name.startswith(("vision_tower.", "mm_projector.")): rule.lr_scale for rule in rules}
+    assert eyes[True] == pytest.approx(0.1) and len({r.lr_scale for r in rules if r.name.startswith("vision_")}) == 1
+    assert all(rule.kind == "adamw" for rule in rules if rule.lr_scale == eyes[True])
