@@ -66,5 +66,6 @@ class Constrained:
 
 
 def reason(matcher: LLMatcher) -> str:
-    """What went wrong in a matcher, without its dump of states; empty if nothing did."""
-    return " ".join(re.split(r"<state>|<non-verbose/>", matcher.get_error())[0].split())[:300]
+    """What went wrong in a matcher, without its dumps of states and stacks; empty if nothing did."""
+    said = " ".join(re.split(r"<state>|<non-verbose/>|<backtrace>", matcher.get_error())[0].split())[:300]
+    return "no text can ever fit" if said == "NoExtensionBias" else said

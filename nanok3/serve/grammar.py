@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from nanok3.data.chat import CLOSE, OPEN, THINK
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
 
 MAX_SIZE = 1 << 18
 """Characters of one schema, grammar, expression or list of texts."""
+LEVELS = 8_000
+"""Of brackets that references can put inside one another, or rules of a grammar."""
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+STACK = 64 << 20
+"""Bytes for the compiler, which calls itself at each of them and would end the process where they run out."""
 KEPT = 128
 """Compiled grammars that are remembered."""
 
@@ -60,6 +66,7 @@ class Grammars:
         self._matcher: Callable[[str], LLMatcher] | None = None
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+        self._compiler = _with_stack(STACK)
 
     def for_request(self, request: Common) -> Constrained | None:
         """As the function of that name."""
@@ -119,10 +126,7 @@ class Grammars:
         """A document compiled, and its first step done."""
         if self._matcher is None:
             self._matcher = _library(self.tokenizer)
-        matcher = self._matcher(document)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        return matcher
+        return self._compiler.submit(_begun, self._matcher, document).result()
 
     def _wrong(self, write: Callable[[Rules], str]) -> str:
         """What stands against an expression, empty if nothing."""
@@ -151,6 +155,22 @@ class Grammars:
         raise RequestError(f"{tool.where} of the strict tool {tool.name} cannot be followed: {wrong}", tool.where)
 
 
+def _with_stack(size: int) -> ThreadPoolExecutor:
+    """One thread with so many bytes of stack."""
+    usual = threading.stack_size(size)
+    thread = ThreadPoolExecutor(1, "grammar")
+    thread.submit(int).result()  # it is made now
+    threading.stack_size(usual)
+    return thread
+
+
+def _begun(compiled: Callable[[str], LLMatcher], document: str) -> LLMatcher:
+    matcher = compiled(document)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
+
+
 def _tried(matcher: LLMatcher, tokenizer: Tokenizer) -> str:
     """What stands against a grammar at its beginning, or behind a bracket, where one of too many branches shows."""
     for sign in "{[":
@@ -169,6 +189,24 @@ def _written(form: Form, tool: Tool, rules: Rules) -> str:
 def _check_size(value: Any, where: str) -> None:
     if len(str(value)) > MAX_SIZE:
         raise RequestError(f"{where} has {len(str(value))} characters; allowed: {MAX_SIZE}", where)
+    levels = value.count(":") if isinstance(value, str) else _levels(value)
+    if levels > LEVELS:
+        raise RequestError(f"{where} has {levels} rules or levels with its references; allowed: {LEVELS}", where)
+
+
+def _levels(schema: Any) -> int:
+    """At most so many brackets lie inside one another when each reference stands for what it names."""
+    references: set[str] = set()
+    deepest, left = 0, [(schema, 1)]
+    while left:
+        value, depth = left.pop()
+        deepest = max(deepest, depth)
+        if isinstance(value, Mapping):
+            references |= {str(value[key]) for key in REFERENCES if key in value}
+            left += [(inner, depth + 1) for inner in value.values()]
+        elif isinstance(value, list | tuple):
+            left += [(inner, depth + 1) for inner in value]
+    return deepest * (len(references) + 1)
 
 
 def _where(request: Common) -> str:

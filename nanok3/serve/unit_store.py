@@ -124,16 +124,28 @@ def _header(data: bytes) -> tuple[dict[str, Any], int]:
 
 def _glance(path: Path, identity: str) -> Place:
     """A unit's place from its file's header. ValueError for a file that cannot be one of ours."""
+    if not path.is_file():  # a pipe would hold us up
+        raise ValueError("not a file")
     with path.open("rb") as file:
         begin = file.read(len(MAGIC) + 8)
         length = int.from_bytes(begin[len(MAGIC) :], "little")
         if not begin.startswith(MAGIC) or length > _LONGEST_HEADER:
             raise ValueError("not a unit")
         header, end = _header(begin + file.read(length))
-    size = path.stat().st_size
+    size, start = path.stat().st_size, header["start"]
     if header["identity"] != identity or end + header["latents"] + header["state"] + _DIGEST != size:
         raise ValueError("another's, or cut off")
-    return Place(header["start"], bytes.fromhex(header["base"]), size)
+    if type(start) is not int or start < 0:
+        raise ValueError("damaged")
+    return Place(start, bytes.fromhex(header["base"]), size)
+
+
+def _remove(path: Path) -> None:
+    """A file that no longer counts. One that cannot be removed stays, and is of no use to anybody."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", path, error.strerror)
 
 
 # ---------------------------------------------------------------------- the store
@@ -174,17 +186,17 @@ class UnitStore:
             self._find_files(self.folder)
 
     def _find_files(self, folder: Path) -> None:
-        for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        for path in sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime_ns):
             named = _NAME.fullmatch(path.name)
             if named is None:
                 if _UNFINISHED.fullmatch(path.name):
-                    path.unlink()
+                    _remove(path)
                 continue
             try:
                 self._files[bytes.fromhex(named[1])] = place = _glance(path, self.identity)
                 self.disk_used += place.size
-            except (ValueError, KeyError, TypeError, OSError):
-                path.unlink(missing_ok=True)
+            except (ValueError, KeyError, TypeError, OSError, RecursionError):
+                _remove(path)
         self._trim_disk()
 
     def __len__(self) -> int:
@@ -299,12 +311,15 @@ class UnitStore:
             if not writing.done():
                 continue
             del self._moving[key]
-            if (error := writing.exception()) is not None:
+            try:
+                writing.result()
+                size = self._path(key).stat().st_size
+            except Exception as error:
                 log.warning("a prefix could not be written to %s: %s", self.folder, error)
                 self.counts.dropped += 1
                 continue
-            self._files[key] = Place(unit.start, unit.base, self._path(key).stat().st_size)
-            self.disk_used += self._files[key].size
+            self._files[key] = Place(unit.start, unit.base, size)
+            self.disk_used += size
         self._trim_disk()
 
     def _trim_disk(self) -> None:
@@ -318,7 +333,8 @@ class UnitStore:
             unit = from_bytes(path.read_bytes(), self.identity, path.name)
             if unit.key != key:
                 raise ValueError(f"{path.name} holds another unit")
-            os.utime(path)
+            with contextlib.suppress(OSError):  # only the next server wants to know when it was used
+                os.utime(path)
             return unit
         except (ValueError, OSError) as error:
             log.warning("a saved prefix is left out: %s", error)
@@ -328,13 +344,16 @@ class UnitStore:
 
     def _delete(self, key: bytes) -> None:
         self.disk_used -= self._files.pop(key).size
-        self._path(key).unlink(missing_ok=True)
+        _remove(self._path(key))
 
 
 def _claim(folder: Path) -> int:
     """A lock on a folder, which is made if need be. ValueError if another server holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(f"cache_folder {folder} cannot be used: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -386,6 +386,26 @@ def test_expressions_that_cannot_be_followed_are_named(field, value, what, gramm
         grammars.for_request(chat(structured_outputs={field: value}))
 
 
+def chained(count):
+    names = {f"d{k}": {"properties": {"a": {"$ref": f"#/$defs/d{k + 1}"}}} for k in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": names | {f"d{count}": {"type": "string"}}}
+
+
+def rules_in_rules(count):
+    return "\n".join(["start: x0", *(f'x{k}: "a" x{k + 1}?' for k in range(count)), f'x{count}: "b"'])
+
+
+def test_references_and_rules_inside_one_another_are_bounded(grammars):
+    """The compiler calls itself for each: without bounds, and a stack for what they allow, the process dies."""
+    for asked in ({"json": chained(1200)}, {"grammar": rules_in_rules(7000)}):
+        assert grammars.for_request(chat(structured_outputs=asked)).allowed().any()
+    for asked in ({"json": chained(3000)}, {"grammar": rules_in_rules(9000)}):
+        with pytest.raises(RequestError, match="levels with its references; allowed: 8000"):
+            grammars.for_request(chat(structured_outputs=asked))
+    with pytest.raises(RequestError, match="no text can ever fit"):
+        grammars.for_request(chat(structured_outputs={"json": {"$ref": "#"}}))
+
+
 def test_nothing_is_constrained_that_need_not_be(grammars):
     assert grammars.for_request(chat()) is None
     assert grammars.for_request(read_completion({"prompt": "x"})) is None

@@ -263,6 +263,63 @@ def test_a_folder_that_cannot_be_written_costs_only_the_unit(tmp_path):
     assert store.get(unit(1).key) is None and store.counts.dropped == 1
 
 
+BEGIN = len(b"nanok3 prefix 1\n")
+
+
+def with_header(path, header):
+    data = path.read_bytes()
+    length = int.from_bytes(data[BEGIN : BEGIN + 8], "little")
+    path.write_bytes(data[:BEGIN] + len(header).to_bytes(8, "little") + header + data[BEGIN + 8 + length :])
+
+
+@pytest.mark.parametrize("value", ["1.5", "-3", "true", "null", '"1"'])
+def test_a_header_that_says_nonsense_is_no_unit(value, tmp_path):
+    store = UnitStore("me", 0, tmp_path, 10_000)
+    store.put(unit(1, start=7, base=unit(2).key))
+    store.close()
+    (path,) = tmp_path.iterdir()
+    header = path.read_bytes()[BEGIN + 8 :].split(b"}")[0] + b"}"
+    with_header(path, header.replace(b'"start": 7', b'"start": ' + value.encode()))
+    assert not UnitStore("me", 0, tmp_path, 10_000).place(unit(1).key) and not list(tmp_path.iterdir())
+
+
+def test_whatever_lies_in_the_folder_does_not_stop_the_server(tmp_path):
+    """Folders, pipes, links to nowhere, headers nested without end: left or removed, and never waited for."""
+    store = UnitStore("me", 0, tmp_path, 10_000)
+    store.put(unit(1))
+    store.put(unit(2))
+    store.close()
+    with_header(tmp_path / f"{unit(1).key.hex()}.unit", b"[" * 100_000)
+    (tmp_path / f"{unit(3).key.hex()}.unit").mkdir()
+    (tmp_path / f".{unit(3).key.hex()}.unit-x").mkdir()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "none")
+    (tmp_path / f"{unit(4).key.hex()}.unit").symlink_to(tmp_path / "none")
+    os.mkfifo(tmp_path / f"{unit(5).key.hex()}.unit")
+    store = UnitStore("me", 0, tmp_path, 10_000)
+    assert store.get(unit(2).key).key == unit(2).key and len(store) == 1
+
+
+def test_a_file_that_cannot_be_removed_or_dated_does_no_harm(tmp_path, monkeypatch):
+    store = UnitStore("me", 0, tmp_path, 10_000)
+    store.put(unit(1))
+    store.settle()
+
+    def refused(*arguments, **more):
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, "utime", refused)
+    monkeypatch.setattr(type(tmp_path), "unlink", refused)
+    assert store.get(unit(1).key).key == unit(1).key
+    store.clear()
+    assert len(store) == 0
+
+
+def test_a_folder_that_cannot_be_one_is_named(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"cache_folder .*file cannot be used"):
+        UnitStore("me", 0, tmp_path / "file", 10_000)
+
+
 @pytest.mark.parametrize("what", ["memory", "disk"])
 def test_budgets_below_nothing_are_named(what):
     with pytest.raises(ValueError, match=f"{what} is -1; it must be at least 0 bytes"):
