@@ -75,7 +75,7 @@ def evaluate(box: Bubblewrap, setup: str, expressions: Sequence[str], seconds: f
 
 
 def same(printed: str | None, wanted: Any) -> bool:
-    """Whether a printed literal is the wanted value, of the same types; floats to nine digits."""
+    """Whether a printed literal equals the wanted value as Python has it, but for floats: to nine digits."""
     if printed is None:
         return False
     try:
@@ -86,10 +86,12 @@ def same(printed: str | None, wanted: Any) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return (
+            math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) if isinstance(a, float) or isinstance(b, float) else a == b
+        )
     if type(a) is not type(b):
         return False
-    if isinstance(a, float):
-        return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, dict):

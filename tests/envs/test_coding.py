@@ -20,8 +20,10 @@ from nanok3.envs.tools import Call
     "printed, wanted, right",
     [
         ("3", 3, True),
-        ("3.0", 3, False),
-        ("True", 1, False),
+        ("3.0", 3, True),
+        ("True", 1, True),
+        ("'3'", 3, False),
+        ("3.1", 3, False),
         ("0.30000000000000004", 0.3, True),
         ("[1, (2, 'a')]", [1, (2, "a")], True),
         ("[1, [2, 'a']]", [1, (2, "a")], False),
