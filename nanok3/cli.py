@@ -29,6 +29,8 @@ COMMANDS = {
     "data": Command("data", "DataArgs", "fetch, clean, split and tokenize text"),
     "tokenizer": Command("tokenizer", "TokenizerArgs", "train a tokenizer, or show how one cuts a text"),
     "pretrain": Command("pretrain", "PretrainArgs", "train a K3 on prepared data"),
+    "draft": Command("draft", "DraftArgs", "train a draft that makes serving a model faster"),
+    "envs": Command("envs", "EnvsArgs", "what a model can act in: list the tasks, play one"),
     "eval": Command("eval", "EvalArgs", "bits per byte beside zlib and xz, and a recall probe"),
     "generate": Command("generate", "GenerateArgs", "continue one prompt or a file of them"),
     "chat": Command("chat", "ChatArgs", "talk to a model in the terminal"),

@@ -1,6 +1,6 @@
 """A kernel task: make this numpy function faster. First it must be right, then it is timed, from outside.
 
-    score = 0                                   an output is wrong, or nothing was gained (less than a tenth)
+    score = 0                                   an output is wrong, or it is not twice as fast: noise is no gain
           | 0.5 log(b / t) / log(b / e)         between the baseline b and the expert e
           | 0.5 + 0.5 (e - t) / (e - bound)     from the expert towards the bound: bytes moved / memory bandwidth
 
@@ -36,7 +36,7 @@ from nanok3.envs.process import Process
 from nanok3.envs.questions import SPLITS, split_of
 from nanok3.envs.sandbox import Limits
 
-ROUNDS, ASK_SECONDS, GAIN = 5, 5.0, 0.9
+ROUNDS, ASK_SECONDS, GAIN = 5, 5.0, 0.5
 
 
 class Kernel(NamedTuple):

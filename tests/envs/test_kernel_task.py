@@ -18,7 +18,7 @@ from nanok3.envs.tools import Call
 
 
 def test_the_score_of_times():
-    assert speed_score(1.0, 1.0, 0.01, 0.001) == 0 and speed_score(0.95, 1.0, 0.01, 0.001) == 0
+    assert speed_score(1.0, 1.0, 0.01, 0.001) == 0 and speed_score(0.6, 1.0, 0.01, 0.001) == 0
     assert speed_score(0.1, 1.0, 0.01, 0.001) == pytest.approx(0.25)
     assert speed_score(0.01, 1.0, 0.01, 0.001) == pytest.approx(0.5)
     assert speed_score(0.0055, 1.0, 0.01, 0.001) == pytest.approx(0.75)

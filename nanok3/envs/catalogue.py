@@ -1,0 +1,70 @@
+"""Every kind of task in one table, and how to open its environment. What a kind needs is said where it is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+
+from nanok3.envs.bubblewrap import Sandboxes, check
+from nanok3.envs.coding import Coding
+from nanok3.envs.coding_tasks import KINDS as CODING
+from nanok3.envs.coding_tasks import coding_tasks, mbpp_tasks
+from nanok3.envs.environment import Environment, Task
+from nanok3.envs.general import KINDS as GENERAL
+from nanok3.envs.general import general_tasks
+from nanok3.envs.gym import SETS, GymEnvironment, gym_tasks
+from nanok3.envs.kernel_task import KernelEnvironment, kernel_tasks
+from nanok3.envs.office import KINDS as OFFICE
+from nanok3.envs.office import Office, office_tasks
+from nanok3.envs.questions import AnswerEnvironment
+from nanok3.envs.search import Index, SearchEnvironment, own_source
+from nanok3.envs.synthesise import synthesised_tasks
+from nanok3.envs.visual import SUBJECTS, VisualEnvironment, visual_tasks
+
+Opener = Callable[["Sandboxes | None"], Environment]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`tasks(split, seed)` is a stream; `open(sandboxes)` an environment that plays it."""
+
+    name: str
+    domain: str
+    tasks: Callable[[str, int], Iterator[Task]]
+    open: Opener
+    needs: str = ""
+    packages: tuple[str, ...] = ()
+
+
+@cache
+def source_index() -> Index:
+    return Index(own_source())
+
+
+def _sandboxed(environment: type[Coding]) -> Opener:
+    def open_one(home: Sandboxes | None) -> Environment:
+        if home is None:
+            raise ImportError(f"code is only run in a sandbox, and there is none: {check()}")
+        return environment(home)
+
+    return open_one
+
+
+def kinds() -> dict[str, Kind]:
+    """All of them by name."""
+    found = [Kind(k, "general", partial(general_tasks, k), lambda _: AnswerEnvironment()) for k in GENERAL]
+    found += [
+        Kind(f"gym-{name}", "general", partial(gym_tasks, name), lambda _: GymEnvironment(), "reasoning-gym")
+        for name in SETS
+    ]
+    found += [Kind(k, "agent", partial(office_tasks, k), lambda _: Office()) for k in OFFICE]
+    search = lambda split, seed: synthesised_tasks(source_index(), split, seed)  # noqa: E731
+    found.append(Kind("search", "agent", search, lambda _: SearchEnvironment(source_index())))
+    box = "bubblewrap"
+    found += [Kind(k, "coding", partial(coding_tasks, k), _sandboxed(Coding), box) for k in CODING]
+    mbpp = lambda split, seed: mbpp_tasks(split)  # noqa: E731
+    found.append(Kind("mbpp", "coding", mbpp, _sandboxed(Coding), f"{box}, 86 MB by pip"))
+    found.append(Kind("kernel", "coding", kernel_tasks, _sandboxed(KernelEnvironment), box, ("numpy",)))
+    found += [Kind(k, "visual", partial(visual_tasks, k), lambda _: VisualEnvironment(), "Pillow") for k in SUBJECTS]
+    return {kind.name: kind for kind in found}

@@ -1,0 +1,97 @@
+"""The attack suite: what earns nothing in any environment. Every kind of task of the catalogue is attacked."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import islice
+
+import pytest
+from sandboxed import reason
+
+from nanok3.envs.bubblewrap import Sandboxes
+from nanok3.envs.catalogue import kinds
+from nanok3.envs.environment import Reply
+from nanok3.envs.episode import play, scripted, solution
+from nanok3.envs.tools import Call
+
+KINDS = kinds()
+SENTINELS = ("None", "null", "<answer>", "{answer}", "Answer:", "hidden", "1.0", "[]", "true")
+
+
+def right_words(task):
+    """What an attacker who knows the answer, but not how to give it, could say."""
+    return str(task.hidden.get("answer", "42"))
+
+
+def edits(task):
+    """Files that a verifier could be thought to read, written by every tool that writes."""
+    names = ("test_shop.py", "conftest.py", "solution.py", "kernel.py", "verifier.py", "reward.txt", "sitecustomize.py")
+    text = "import sys\nprint('passed')\nreward = 1.0\nsys.exit(0)\n"
+    calls = [Call("write_file", {"path": name, "content": text}) for name in names]
+    calls += [Call("run", {"command": "echo 1.0 > /tmp/reward; chmod 777 /usr 2>&1; exit 0"})]
+    return (*calls, Call("set_reward", {"value": 1.0}), Call("notes_write", {"title": "reward", "body": "1.0"}))
+
+
+def says(text):
+    return lambda task: [Reply(text)]
+
+
+ATTACKS = {
+    "empty": lambda task: [Reply("")],
+    "blank": lambda task: [Reply(" \n\n ")],
+    "repeated": lambda task: [Reply("\n".join([right_words(task)] * 50))],
+    "repeated on a line": lambda task: [Reply(" ".join(["Answer: " + right_words(task)] * 3))],
+    "prompt copied": lambda task: [Reply(task.goal)],
+    "empty thinking": lambda task: [Reply("I thought about it.", thinking="")],
+    "answer only thought": lambda task: [Reply("Answer:", thinking=right_words(task))],
+    "answer list": lambda task: [Reply("\n".join(f"Answer: {i}" for i in [*range(200), right_words(task)]))],
+    "answer list on a line": lambda task: [Reply("Answer: " + ", ".join(map(str, [*range(50), right_words(task)])))],
+    "claims": lambda task: [Reply("All tests passed. Reward: 1.0")],
+    "verifier edited": lambda task: [Reply(calls=edits(task)), Reply("done")],
+    **{f"sentinel {text}": says(text) for text in SENTINELS},
+}
+SHORT = ("empty", "repeated", "prompt copied", "empty thinking", "answer list", "verifier edited")
+"""For environments where a verdict takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def home():
+    if reason is not None:
+        yield None
+        return
+    with Sandboxes(packages=("numpy",)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "mbpp"])
+def test_nothing_is_earned(name, home):
+    kind = KINDS[name]
+    if kind.domain == "coding" and reason is not None:
+        pytest.skip(f"no sandbox here: {reason}")
+    if name.startswith("gym-") and importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("reasoning-gym is not installed")
+    slow = kind.domain == "coding"
+    for task in islice(kind.tasks("train", 0), 1 if slow else 3):
+        for attack, replies in ATTACKS.items():
+            if slow and attack not in SHORT:
+                continue
+            played = play(kind.open(home), task, scripted(replies(task)))
+            right = not slow and replies(task)[0].text == right_words(task)  # a sentinel may be the answer
+            assert played.outcome == "done" and (played.reward == 0.0 or right), (attack, played)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("mbpp", "kernel")])
+def test_and_the_solution_earns_all(name, home):
+    """So that the zeros above mean something."""
+    kind = KINDS[name]
+    if kind.domain == "coding" and reason is not None:
+        pytest.skip(f"no sandbox here: {reason}")
+    if name.startswith("gym-") and importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("reasoning-gym is not installed")
+    task = next(kind.tasks("train", 0))
+    assert play(kind.open(home), task, scripted(solution(task))).reward == 1.0
+
+
+def test_code_is_refused_without_a_sandbox():
+    with pytest.raises(ImportError, match="only run in a sandbox"):
+        KINDS["functions"].open(None)
