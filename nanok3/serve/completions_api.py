@@ -26,6 +26,12 @@ class _Texts:
     def __init__(self, server: Server, body: bytes) -> None:
         self.request: CompletionRequest = read_completion(read_json(body), server.policy)
         server.check_model(self.request.model)
+        asked, most = len(self.request.prompts) * self.request.n, server.engine.settings.max_waiting
+        if asked > most:
+            raise RequestError(f"the request asks for {asked} answers; allowed: {most}", "prompt")
+        for prompt in self.request.prompts:
+            least = server.least_tokens([prompt]) if isinstance(prompt, str) else len(prompt)
+            self.request.room(least, least=True)
         encode = server.tokenizer.encode
         self.prompts = [encode(p) if isinstance(p, str) else list(p) for p in self.request.prompts]
         # As in `nanok3 generate`: a text that begins from nothing begins behind the end of another.

@@ -3,15 +3,20 @@
     RequestError -> {"error": {"message": "top_p is 2; allowed: a number above 0, at most 1",
                                "type": "invalid_request_error", "param": "top_p", "code": null}}
 
-A field that is null counts as absent. `true` is no number, and NaN, which Python's reader takes, is no JSON.
+A field that is null counts as absent. `true` is no number; NaN, which Python's reader takes, is no JSON, and neither
+is a number that it makes infinite.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
+
+VALUES = 1 << 21
+"""Of one body, about so many at most, twice the longest context: while they are read, nobody else computes."""
 
 
 @dataclass(eq=False)
@@ -58,8 +63,11 @@ def refused(error: ValueError) -> RequestError:
 
 def read_json(body: bytes | str) -> dict[str, Any]:
     """The object that a request's body is."""
+    commas = body.count(b"," if isinstance(body, bytes) else ",")  # type: ignore[arg-type]
+    if commas > VALUES:
+        raise RequestError(f"the body has {commas} commas; allowed: {VALUES}", None, "too_large", 413)
     try:
-        value = json.loads(body, parse_constant=_no_constant)
+        value = json.loads(body, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RequestError(f"the body is no JSON: {reason}", code="invalid_json") from None
@@ -70,6 +78,11 @@ def read_json(body: bytes | str) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_constant(text)
 
 
 class Fields:

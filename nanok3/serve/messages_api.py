@@ -41,7 +41,7 @@ async def messages(server: Server, call: Call) -> dict[str, Any] | AsyncIterator
     body = await in_thread(read_json, call.body)
     if Fields(body).integer("max_tokens", 1, MAX_TOKENS) is None:
         raise Fields(body).refuse("max_tokens", f"a whole number from 1 to {MAX_TOKENS}")
-    asked = await server.read_chat(chat_body(body), call)
+    asked = await server.read_chat(body, call, chat_body)
     reply = MessageReply(asked.request.model or server.name)
     answers = server.start_chat(asked, call)
     if asked.request.stream:
@@ -56,7 +56,7 @@ async def messages(server: Server, call: Call) -> dict[str, Any] | AsyncIterator
 
 async def count_tokens(server: Server, call: Call) -> dict[str, Any]:
     """What a request's prompt would count."""
-    asked = await server.read_chat(chat_body(await in_thread(read_json, call.body)), call)
+    asked = await server.read_chat(call.body, call, chat_body)
     return {"input_tokens": asked.prompt_tokens}
 
 

@@ -94,14 +94,16 @@ class Common:
     metadata: dict[str, Any]
     policy: Policy
 
-    def room(self, prompt: int) -> int:
-        """Tokens the answer may have behind a prompt of so many. RequestError if that is none or too few."""
+    def room(self, prompt: int, least: bool = False) -> int:
+        """Tokens the answer may have behind a prompt of so many. RequestError if that is none or too few. least: that
+        many are there, and more may be."""
         left = self.policy.context - prompt
         wanted = self.max_tokens
         if left < 1 or (wanted or 0) > left:
             asked = "" if wanted is None else f" and {wanted} for the answer"
+            number = f"at least {prompt}" if least else str(prompt)
             raise RequestError(
-                f"the prompt has {prompt} tokens{asked}; allowed: {self.policy.context} together",
+                f"the prompt has {number} tokens{asked}; allowed: {self.policy.context} together",
                 "messages" if isinstance(self, ChatRequest) else "prompt",
                 "context_length_exceeded",
             )

@@ -40,7 +40,7 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", 
 async def responses(server: Server, call: Call) -> dict[str, Any] | AsyncIterator[bytes]:
     """The endpoint."""
     body = await in_thread(read_json, call.body)
-    asked = await server.read_chat(chat_body(body), call)
+    asked = await server.read_chat(body, call, chat_body)
     reply = ResponseReply(body, asked.request.model or server.name)
     answers = server.start_chat(asked, call)
     if asked.request.stream:

@@ -88,9 +88,8 @@ def _top_k(f: Fields) -> int | None:
 
 
 def _repetition(f: Fields) -> float:
-    penalty = f.number("repetition_penalty", 0, 100)
-    if penalty == 0:
-        raise f.refuse("repetition_penalty", "a number above 0, at most 100")
+    """Logits are divided by it: what is nearly 0 makes them infinite."""
+    penalty = f.number("repetition_penalty", 0.01, 100)
     return 1.0 if penalty is None else penalty
 
 

@@ -24,7 +24,7 @@ from nanok3.data.tokenizer import Tokenizer
 from nanok3.serve.answers import Answers, ChatReader, Ended, Postbox, describer
 from nanok3.serve.chat_fields import place_of
 from nanok3.serve.engine import Constraint, Engine, Job, Reader
-from nanok3.serve.fields import RequestError, read_json
+from nanok3.serve.fields import RequestError, read_json, shown
 from nanok3.serve.generate import StopStrings
 from nanok3.serve.http_gate import GateSettings
 from nanok3.serve.metrics import Metrics
@@ -118,6 +118,7 @@ class Server:
             from_web=settings.pictures.from_web,
         )
         self.created = int(time.time())
+        self._longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
     @property
     def name(self) -> str:
@@ -133,24 +134,41 @@ class Server:
         if asked is None or asked in self.settings.names:
             return asked or self.name
         known = ", ".join(self.settings.names)
-        raise RequestError(f"no model {asked!r} here; there is: {known}", "model", "model_not_found", 404)
+        raise RequestError(f"no model {shown(asked)} here; there is: {known}", "model", "model_not_found", 404)
 
     # ------------------------------------------------------------------ chat
 
-    async def read_chat(self, body: Mapping[str, Any] | bytes, call: Call | None = None) -> Asked:
+    async def read_chat(
+        self,
+        body: Mapping[str, Any] | bytes,
+        call: Call | None = None,
+        translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda body: body,
+    ) -> Asked:
         """Check a request, open its pictures, render and encode its prompt. RequestError for what is wrong with it.
-        call: whose files it may name."""
-        return await in_thread(self._read_chat, body, None if call is None else call.facts.get("key"))
+        call: whose files it may name. translate: from a request of another shape."""
+        return await in_thread(self._read_chat, body, None if call is None else call.facts.get("key"), translate)
 
-    def _read_chat(self, body: Mapping[str, Any] | bytes, owner: int | None) -> Asked:
-        request = read_chat(read_json(body) if isinstance(body, bytes) else body, self.policy)
+    def _read_chat(
+        self,
+        body: Mapping[str, Any] | bytes,
+        owner: int | None,
+        translate: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    ) -> Asked:
+        body = translate(read_json(body) if isinstance(body, bytes) else body)
+        request = read_chat(body, self.policy)
         self.check_model(request.model)
+        request.room(6 * len(request.messages), least=True)  # two tags each; what cannot fit is not rendered first
         images = self._images(request, owner)
         segments = request.prompt(self.settings.sentences, [image.prompt for image in images])
+        request.room(self.least_tokens(segment.text for segment in segments), least=True)
         ids, pictures = show(encode(segments, self.tokenizer), images, self.tokenizer.special.get(PAD, -1))
         request.room(len(ids))
         prompt_tokens = len(ids) - request.opener(self.tokenizer)
         return Asked(request, segments, ids, prompt_tokens, self.constraints(request, request.n), pictures)
+
+    def least_tokens(self, texts: Iterable[str]) -> int:
+        """Texts, each encoded by itself, have no fewer."""
+        return sum(-(-len(text) // self._longest) for text in texts)
 
     def _images(self, request: ChatRequest, owner: int | None) -> list[Image]:
         """In the order in which the prompt shows them."""

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanok3.serve.fields import Fields, read_json, refuse
+from nanok3.serve.fields import Fields, RequestError, read_json, refuse
+from nanok3.serve.protocol import MAX_TOKENS
 from nanok3.serve.sampling_fields import allowed_ids, is_id
 from nanok3.serve.server import Call, Server, in_thread
+
+MOST_CHARACTERS = 4 * MAX_TOKENS
+"""Of a text to tokenize."""
 
 
 async def tokenize(server: Server, call: Call) -> dict[str, Any]:
@@ -19,26 +23,39 @@ async def tokenize(server: Server, call: Call) -> dict[str, Any]:
     if f.has("messages"):
         ids = (await server.read_chat(f.given, call)).ids
     else:
-        text = f.string("prompt")
-        if text is None:
-            raise f.refuse("prompt", "a string, or messages in its place")
-        ids = await in_thread(server.tokenizer.encode, text)
+        ids = await in_thread(_encoded, server, f)
     found = {"count": len(ids), "max_model_len": server.engine.context, "tokens": ids}
     if f.boolean("return_token_strs"):
-        found["token_strs"] = [server.tokenizer.token_name(token) for token in ids]
+        found["token_strs"] = await in_thread(lambda: [server.tokenizer.token_name(token) for token in ids])
     return found
+
+
+def _encoded(server: Server, f: Fields) -> list[int]:
+    text = f.string("prompt")
+    if text is None:
+        raise f.refuse("prompt", "a string, or messages in its place")
+    if len(text) > MOST_CHARACTERS:
+        raise RequestError(f"prompt has {len(text)} characters; allowed: {MOST_CHARACTERS}", "prompt")
+    return server.tokenizer.encode(text)
 
 
 async def detokenize(server: Server, call: Call) -> dict[str, Any]:
     """{"tokens": ids}"""
-    f = Fields(await in_thread(read_json, call.body))
+    return {"prompt": await in_thread(_decoded, server, call.body)}
+
+
+def _decoded(server: Server, body: bytes) -> str:
+    f = Fields(read_json(body))
     server.check_model(f.string("model"))
     if not isinstance(f.get("tokens"), list):
         raise f.refuse("tokens", "a list of token ids")
-    for k, token in enumerate(f.list("tokens")):
+    ids = f.list("tokens")
+    if len(ids) > MAX_TOKENS:
+        raise RequestError(f"tokens has {len(ids)} ids; allowed: {MAX_TOKENS}", "tokens")
+    for k, token in enumerate(ids):
         if not is_id(token, server.tokenizer.vocab_size):
             raise refuse(f"tokens[{k}]", token, allowed_ids(server.tokenizer.vocab_size))
-    return {"prompt": await in_thread(server.tokenizer.decode, f.list("tokens"))}
+    return server.tokenizer.decode(ids)
 
 
 async def apply_template(server: Server, call: Call) -> dict[str, Any]:

@@ -571,3 +571,38 @@ def test_choices_have_seeds_of_their_own(stub):
     finally:
         stub.engine.submit = keep
     assert all(isinstance(job, Job) for job in jobs) and [job.params.seed for job in jobs] == [7, 8, 9]
+
+
+def test_what_cannot_fit_is_refused_before_it_costs_anything(stub, monkeypatch):
+    """One large body would hold up everybody: it is not rendered, encoded or written back first."""
+
+    def encode(self, text, *more):
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr(type(TOKENIZER), "encode", encode)
+    many = [{"role": "user", "content": "a"}] * 2000
+    for path, body, what in [
+        (CHAT, {"messages": many}, "at least 12000 tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 10**6}]}, "at least"),
+        ("/v1/messages", {"messages": many, "max_tokens": 1}, "at least 12000 tokens"),
+        ("/v1/responses", {"input": "a" * 10**6}, "at least"),
+        ("/v1/completions", {"prompt": "a" * 10**6}, "at least"),
+        ("/v1/completions", {"prompt": ["a"] * 5000}, "5000 answers"),
+        ("/tokenize", {"prompt": "a" * (2**22 + 1)}, "4194305 characters; allowed: 4194304"),
+        ("/detokenize", {"tokens": [1] * (2**20 + 1)}, "1048577 ids; allowed: 1048576"),
+    ]:
+        answer = stub.post(path, body)
+        assert answer.status_code == 400 and what in answer.json()["error"]["message"]
+    answer = stub.post("/detokenize", {"tokens": [1] * (2**21 + 2)})
+    assert answer.status_code == 413 and "2097153 commas" in answer.json()["error"]["message"]
+
+
+def test_a_number_that_would_be_infinite_is_no_json(stub):
+    """It would stand in the answer as a word that no reader of JSON knows."""
+    for path in (CHAT, "/v1/responses"):
+        answer = stub.post(path, content=b'{"input": "hi", "messages": [], "metadata": {"a": -1e999}}')
+        assert answer.status_code == 400 and "-1e999 is no JSON number" in answer.json()["error"]["message"]
+
+
+def test_an_error_does_not_repeat_a_long_name(stub):
+    assert len(stub.chat(model="x" * 10**5).content) < 300

@@ -154,6 +154,7 @@ MISTAKES = [
     ("presence_penalty", {"presence_penalty": 3}),
     ("frequency_penalty", {"frequency_penalty": -3}),
     ("repetition_penalty", {"repetition_penalty": 0}),
+    ("repetition_penalty", {"repetition_penalty": 5e-324}),
     ("seed", {"seed": 1.5}),
     ("seed", {"seed": 2**63}),
     ("n", {"n": 0}),
