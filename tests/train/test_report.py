@@ -293,37 +293,3 @@ def test_even_spacing_and_durations() -> None:
     assert spaced(3, 5) == [0, 1, 2] and spaced(100, 5) == [0, 24, 49, 74, 99]
     assert [duration(s) for s in (45, 150, 720, 3900)] == ["45 s", "2.5 min", "12 min", "65 min"]
     assert duration(7500) == "2 h 05 min"
-
-
-# ---------------------------------------------------------------------- pictures
-
-
-def test_a_run_with_eyes_shows_what_it_sees(tmp_path: Path) -> None:
-    answers = [
-        {"question": "What colour is it?", "said": "red", "true": "red", "right": True},
-        {"question": "How many?", "said": HOSTILE, "true": "three", "right": False},
-    ]
-    example = {"kind": "shapes", "png": "aGVsbG8=", "caption": HOSTILE, "true": "Three red stars.", "answers": answers}
-    wrong = {"kind": "shapes", "png": '"><script>', "caption": "", "true": None, "answers": [None]}
-    field = {"kind": "shapes", "field": "colour", "count": 100, "right": 0.93, "blind": 0.11, "chance": 0.14}
-    pictures = {"fields": [field, {"field": None, "right": "x"}, 3], "examples": [example, wrong]}
-    (tmp_path / "final.json").write_text(json.dumps({"pictures": pictures}))
-    line = {"kind": "train", "step": 1, "loss": 1.0, "pictures": 4, "patches": 90, "vision_share": 0.2}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    page = write_report(tmp_path).read_text(encoding="utf-8")
-    read = Reader(page)
-    assert "What it sees" in read.texts["h2"] and read.count["img"] == 1 and "script" not in read.count
-    assert ("src", "data:image/png;base64,aGVsbG8=") in read.attributes
-    assert all(share in read.texts["td"] for share in ("93%", "11%", "14%"))
-    assert "4 pictures of 90 patches, which took 20%" in page and "three" in read.texts["i"]
-
-
-def test_a_run_with_eyes_that_was_not_asked_yet_says_so(tmp_path: Path) -> None:
-    line = {"kind": "train", "step": 1, "loss": 1.0, "pictures": 4, "patches": 90, "vision_share": 0.2}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert "nanok3 eval --pictures" in write_report(tmp_path).read_text(encoding="utf-8")
-
-
-def test_a_run_on_text_has_no_part_on_pictures(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 1.0}\n')
-    assert "What it sees" not in write_report(tmp_path).read_text(encoding="utf-8")
