@@ -51,6 +51,15 @@ def _sandboxed(environment: type[Coding]) -> Opener:
     return open_one
 
 
+def search_tasks(split: str, seed: int) -> Iterator[Task]:
+    return synthesised_tasks(source_index(), split, seed)
+
+
+def _mbpp(split: str, seed: int) -> Iterator[Task]:
+    """Always in the order of the set."""
+    return mbpp_tasks(split)
+
+
 def kinds() -> dict[str, Kind]:
     """All of them by name."""
     found = [Kind(k, "general", partial(general_tasks, k), lambda _: AnswerEnvironment()) for k in GENERAL]
@@ -59,12 +68,10 @@ def kinds() -> dict[str, Kind]:
         for name in SETS
     ]
     found += [Kind(k, "agent", partial(office_tasks, k), lambda _: Office()) for k in OFFICE]
-    search = lambda split, seed: synthesised_tasks(source_index(), split, seed)  # noqa: E731
-    found.append(Kind("search", "agent", search, lambda _: SearchEnvironment(source_index())))
+    found.append(Kind("search", "agent", search_tasks, lambda _: SearchEnvironment(source_index())))
     box = "bubblewrap"
     found += [Kind(k, "coding", partial(coding_tasks, k), _sandboxed(Coding), box) for k in CODING]
-    mbpp = lambda split, seed: mbpp_tasks(split)  # noqa: E731
-    found.append(Kind("mbpp", "coding", mbpp, _sandboxed(Coding), f"{box}, 86 MB by pip"))
+    found.append(Kind("mbpp", "coding", _mbpp, _sandboxed(Coding), f"{box}, 86 MB by pip"))
     found.append(Kind("kernel", "coding", kernel_tasks, _sandboxed(KernelEnvironment), box, ("numpy",)))
     found += [Kind(k, "visual", partial(visual_tasks, k), lambda _: VisualEnvironment(), "Pillow") for k in SUBJECTS]
     return {kind.name: kind for kind in found}

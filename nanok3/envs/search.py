@@ -13,6 +13,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,6 +109,4 @@ class SearchEnvironment(AnswerEnvironment):
 
 def with_tools(task: Task, steps: int = 8) -> Task:
     """A question as a task that may search."""
-    from dataclasses import replace
-
     return replace(task, tools=TOOLS, budget=replace(task.budget, steps=steps))
