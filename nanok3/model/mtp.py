@@ -95,6 +95,13 @@ class PredictionLayer(nn.Module):
         assert depth.running is not None
         return depth.running
 
+    @property
+    def normed_weight(self) -> nn.Parameter:
+        """Of the norm before the head."""
+        weight = self.shared_head["norm"].weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
     def normed(self, h: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """What the model's head reads."""
         x: Tensor = self.shared_head["norm"](h)
@@ -121,7 +128,7 @@ class Draft(nn.Module):
         with torch.no_grad():
             self.fusion.weight.zero_()[:, 2 * D :].copy_(torch.eye(D))
 
-    def fuse(self, features: Float[Tensor, "B T 3 D"]) -> Float[Tensor, "B T D"]:
+    def fuse(self, features: Float[Tensor, "*b 3 D"]) -> Float[Tensor, "*b D"]:
         """One feature a token of the three."""
         x: Tensor = self.fusion(features.flatten(-2))
         return x

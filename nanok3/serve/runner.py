@@ -15,7 +15,7 @@ A sequence that fails or gives NaN harms no other: logits are looked at sequence
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -28,8 +28,10 @@ from nanok3.model.cache import KDAState, LatentCache, ModelState, Projected
 from nanok3.model.decoder import K3
 from nanok3.model.kda import KDA
 from nanok3.model.kda_replay import replay
+from nanok3.model.mtp import Draft, tapped_layers, taps
 from nanok3.model.native_decode import NativeDecoder
 from nanok3.serve.arena import Arena, Shapes
+from nanok3.serve.draft_model import DraftModel
 from nanok3.serve.pictures import FEATURE_BYTES, eyes_of
 from nanok3.serve.scheduler import Work
 from nanok3.serve.sequence import Sequence
@@ -53,12 +55,19 @@ class _Trial:
 class Runner:
     """One model and the memory for its sequences: `memory` bytes in pages of `page_tokens` tokens (None: the smallest
     that hold a KDA layer's state). ValueError where that is not even one sequence. feature_bytes: what is kept of
-    pictures that were looked at."""
+    pictures that were looked at. draft: a trained one, which reads along; `drafter` guesses with it."""
 
     def __init__(
-        self, model: K3, memory: int, page_tokens: int | None = None, feature_bytes: int = FEATURE_BYTES
+        self,
+        model: K3,
+        memory: int,
+        page_tokens: int | None = None,
+        feature_bytes: int = FEATURE_BYTES,
+        draft: Draft | None = None,
     ) -> None:
         shapes = Shapes.of(model.cfg, model.compute_dtype or model.model.embed_tokens.weight.dtype)
+        if draft is not None:
+            shapes = replace(shapes, mla_layers=shapes.mla_layers + 1)
         self.layout = shapes.layout(page_tokens)
         self.pages = memory // self.layout.page_bytes
         if self.pages < len(self.layout.groups) + 2:
@@ -74,6 +83,8 @@ class Runner:
         self._trials: WeakKeyDictionary[Sequence, _Trial] = WeakKeyDictionary()
         self._tape = torch.empty(0, 0, 0)
         self.arena = Arena(shapes, self.layout, self.pages, model.lm_head.weight.device)
+        self.drafter = None if draft is None else DraftModel(model, draft, self.arena)
+        self._tapped = () if draft is None else tapped_layers(model.cfg)
         self.vocab_size, self.context = model.cfg.vocab_size, model.cfg.max_position_embeddings
 
     @torch.no_grad()
@@ -104,6 +115,8 @@ class Runner:
         on by them."""
         trial = self._trials[sequence]
         start, end = trial.kept, trial.kept + count
+        if self.drafter is not None:
+            self.drafter.keep(sequence, start, count)
         if trial.native is not None:
             assert self.native is not None
             memory = self._memories[sequence][1]
@@ -141,7 +154,10 @@ class Runner:
         wanted = [row for piece, end in last for row in range(end - 1 - len(piece.draft), end)]
         memories = [self._memory(piece) for piece in work]
         self._record([(piece, memory) for piece, memory in zip(work, memories) if piece.draft])
-        step = self.native.step(torch.tensor(ids), memories, counts, wanted)
+        step = self.native.step(torch.tensor(ids), memories, counts, wanted, tapped=self._tapped)
+        if self.drafter is not None and step.taps is not None:
+            for piece, features in zip(work, step.taps.split(counts)):
+                self.drafter.follow(piece, features)
         rows = step.logits.split([1 + len(piece.draft) for piece, _ in last])
         return {piece.sequence.id: logits for (piece, _), logits in zip(last, rows)}
 
@@ -165,7 +181,7 @@ class Runner:
         state, memory = self._memories.get(sequence, (None, None))
         if memory is None or state != sequence.state:
             kda = self.arena.states(sequence.state)
-            pools = [self.arena.latents[:, layer] for layer in range(self.arena.shapes.mla_layers)]
+            pools = [self.arena.latents[:, layer] for layer in range(self.native.layout.mla_layers)]
             memory = self.native.memory([k.conv[0] for k in kda], [k.recurrent[0] for k in kda], pools)
             self._memories[sequence] = (list(sequence.state), memory)
         memory.pages, memory.tokens = sequence.pages, piece.start
@@ -179,14 +195,20 @@ class Runner:
         state = self._state(sequence, piece.start)
         if piece.draft:
             return self._try_alone(piece, ids, state)
-        if self.eyes is None:
-            final = self.model.hidden_states(ids, state=state)
-        else:
-            final = self.eyes.hidden_states(ids, sequence.pictures, state, sequence)
+        with taps(self.model, self._tapped) as found:
+            if self.eyes is None:
+                final = self.model.hidden_states(ids, state=state)
+            else:
+                final = self.eyes.hidden_states(ids, sequence.pictures, state, sequence)
+        self._follow(piece, found)
         self._write_back(sequence, piece.start, state)
         if not every and not piece.last:
             return None
         return at_least_float32(self.model.lm_head(final if every else final[:, -1:])[0])
+
+    def _follow(self, piece: Work, found: dict[int, Tensor]) -> None:
+        if self.drafter is not None:
+            self.drafter.follow(piece, torch.stack([found[layer][0] for layer in self._tapped], dim=1))
 
     def _try_alone(self, piece: Work, ids: Tensor, state: ModelState) -> Float[Tensor, "rows vocab"]:
         """One piece with a draft: its latents are written, its state is not."""
@@ -195,7 +217,9 @@ class Runner:
             if isinstance(layer, KDAState):
                 layer.tape = []
                 tapes.append(layer.tape)
-        final = self.model.hidden_states(ids, state=state)
+        with taps(self.model, self._tapped) as found:
+            final = self.model.hidden_states(ids, state=state)
+        self._follow(piece, found)
         for mla, cache in enumerate(layer for layer in state.layers if isinstance(layer, LatentCache)):
             self.arena.write_rows(sequence.pages, mla, piece.start, cache.latents[0, piece.start :])
         self._trials[sequence] = _Trial(projected=tapes)

@@ -11,6 +11,7 @@ does not wait. The log on stderr has a line of JSON for every request, without w
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import socket
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from nanok3.stages.generate import ModelFlags, drafter_of
+from nanok3.stages.generate import ModelFlags
 
 if TYPE_CHECKING:
     from nanok3.data.chat import Sentences
@@ -89,8 +90,8 @@ class ServeArgs:
     max_waiting: int = 1024
     """Requests that may wait before more are refused with status 429."""
     draft: str | None = None
-    """`ngram` guesses what followed the same tokens before, and reads several tokens at once where that is right;
-    answers stay what they are."""
+    """Guess several tokens and read them at once; answers stay what they are. `ngram` guesses what followed the same
+    tokens before; a folder is a draft made by `nanok3 draft`."""
     draft_tokens: int = 7
     """Guesses for one request at a time."""
 
@@ -175,14 +176,31 @@ class ServeArgs:
         memory = 0 if self.cache_memory is None else parse_bytes("cache_memory", self.cache_memory)
         return memory, parse_bytes("cache_disk", self.cache_disk or "16GiB")
 
-    def speculation(self) -> Speculation | None:
-        """Where drafts come from."""
-        from nanok3.serve.speculative import Speculation
+    def draft_folder(self) -> Path | None:
+        """That of a trained draft. ValueError for flags that cannot be."""
+        from nanok3.serve.draft_folder import read_facts
+        from nanok3.serve.speculative import check_tokens
 
-        drafter = drafter_of(self.draft, self.draft_tokens)
-        if drafter is not None and self.scripted is not None:
+        check_tokens(self.draft_tokens)
+        if self.draft is not None and self.scripted is not None:
             raise ValueError(f"draft is {self.draft!r}; a script needs none: leave it out with --scripted")
-        return None if drafter is None else Speculation(drafter, self.draft_tokens)
+        if self.draft in (None, "ngram"):
+            return None
+        if not Path(self.draft).is_dir():
+            raise ValueError(f"draft is {self.draft!r}; allowed: 'ngram', or a folder made by nanok3 draft")
+        read_facts(Path(self.draft))
+        return Path(self.draft)
+
+    def speculation(self, reading: Reading) -> Speculation | None:
+        """Where drafts come from."""
+        from nanok3.serve.runner import Runner
+        from nanok3.serve.speculative import Drafter, NGrams, Speculation
+
+        if self.draft is None:
+            return None
+        trained = reading.drafter if isinstance(reading, Runner) else None
+        drafter: Drafter = NGrams() if trained is None else trained
+        return Speculation(drafter, self.draft_tokens)
 
     def tier(self, reading: Reading) -> Tier | None:
         """Where evicted prefixes of a model go."""
@@ -194,7 +212,10 @@ class ServeArgs:
             return None
         assert isinstance(reading, Runner)
         memory, disk = sizes
-        return Tier(fingerprint(reading.model), memory, self.cache_folder, disk)
+        name = fingerprint(reading.model)
+        if reading.drafter is not None:  # whose rows lie in the same pages
+            name = hashlib.sha256((name + fingerprint(reading.drafter.draft)).encode()).hexdigest()
+        return Tier(name, memory, self.cache_folder, disk)
 
     def _pictures(self) -> PictureSettings:
         from nanok3.serve.file_store import FilesLimits
@@ -234,6 +255,7 @@ def main(args: ServeArgs) -> None:
     if args.drain_timeout < 0:
         raise ValueError(f"drain_timeout is {args.drain_timeout}; it must be at least 0")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    listen(args.host, args.port).close()  # an address that cannot be had is told before a model is read
     app, engine, name = open_app(args)
     listener = listen(args.host, args.port)
     host, port = listener.getsockname()[:2]
@@ -252,11 +274,11 @@ def open_app(args: ServeArgs) -> tuple[Any, Engine, str]:
     from nanok3.serve.grammar import for_request
 
     settings, _ = args.engine_settings(), args.cache_bytes()  # mistakes are told before a model is read
-    speculation = args.speculation()
+    args.draft_folder()
     runner, tokenizer, forbidden, sentences = open_scripted(args) if args.scripted else open_real(args)
     settings = replace(settings, tier=args.tier(runner))
     ends = {tokenizer.eos_id, tokenizer.end_of_msg_id}
-    engine = Engine(runner, ends, forbidden, settings, speculation=speculation)
+    engine = Engine(runner, ends, forbidden, settings, speculation=args.speculation(runner))
     server = args.server_settings(sentences)
     constrain = functools.partial(for_request, tokenizer=tokenizer, vocab_size=runner.vocab_size)
     return make_app(engine, tokenizer, server, constrain), engine, server.names[0]
@@ -269,6 +291,7 @@ Opened = tuple["Reading", "Tokenizer", list[int], "Sentences"]
 def open_real(args: ServeArgs) -> Opened:
     """A model of a folder."""
     from nanok3.data.tokenizer import Tokenizer
+    from nanok3.serve.draft_folder import load_draft
     from nanok3.serve.generate import unnamed_ids
     from nanok3.serve.runner import Runner
 
@@ -279,7 +302,10 @@ def open_real(args: ServeArgs) -> Opened:
         print(f"{args.model} is a base model: it continues texts, and has not been taught to answer", file=sys.stderr)
     tokenizer = opened.tokenizer if args.tokenizer is None else Tokenizer.load(args.tokenizer)
     forbidden = unnamed_ids(tokenizer, opened.model.cfg.vocab_size)
-    runner = Runner(opened.model, memory_bytes(args.memory, opened.model.lm_head.weight.device), args.page_tokens)
+    folder = args.draft_folder()
+    draft = None if folder is None else load_draft(folder, opened.model)
+    memory = memory_bytes(args.memory, opened.model.lm_head.weight.device)
+    runner = Runner(opened.model, memory, args.page_tokens, draft=draft)
     forbidden += [] if runner.media_pad is None else [runner.media_pad]  # an answer has no pictures
     return runner, tokenizer, forbidden, sentences_of(args, opened.folder)
 
@@ -322,7 +348,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        raise ValueError(f"cannot listen on {host}:{port}: {why}") from None
 
 
 def serve(app: Any, engine: Engine, listener: socket.socket, drain_seconds: float) -> None:

@@ -13,7 +13,10 @@ from test_engine import END, GREEDY, VOCAB, Kept, is_the_models_own, job, prompt
 from nanok3.config import K3Config
 from nanok3.data.tokenizer import train_tokenizer
 from nanok3.kernels import native
+from nanok3.model.cache import LatentCache
 from nanok3.model.decoder import K3
+from nanok3.model.mtp import Draft, layer_config, tapped_layers, taps
+from nanok3.serve.draft_model import DraftModel
 from nanok3.serve.engine import Engine, Settings
 from nanok3.serve.grammar import Grammars
 from nanok3.serve.metrics import Metrics
@@ -87,10 +90,21 @@ class Even:
 
 
 def engine_for(model, drafter=None, tokens=7, pages=400, page_tokens=None, hash_block=16, tier=None, limits=None):
-    runner = Runner(model, pages * Runner(model, 8 << 20, page_tokens).layout.page_bytes, page_tokens)
+    """drafter: who guesses; or a trained draft."""
+    draft = drafter if isinstance(drafter, Draft) else None
+    page_bytes = Runner(model, 8 << 20, page_tokens, draft=draft).layout.page_bytes
+    runner = Runner(model, pages * page_bytes, page_tokens, draft=draft)
+    drafter = drafter if draft is None else runner.drafter
     settings = Settings(hash_block=hash_block, limits=limits or Limits(48, 8, 2), tier=tier)
     speculation = None if drafter is None else Speculation(drafter, tokens, adaptive=False)
     return Engine(runner, {END}, [0], settings, runner.arena.poison, speculation)
+
+
+def draft_of(model):
+    torch.manual_seed(5)
+    draft = Draft(model.cfg).to(model.lm_head.weight.dtype).requires_grad_(False)
+    draft.fusion.weight.add_(0.1 * torch.randn_like(draft.fusion.weight))
+    return draft
 
 
 def test_a_perfect_copy_is_accepted_7_of_7(either):
@@ -123,7 +137,7 @@ def compare(model, chance, rounds):
         oracle.answers = {prompt: ids for (prompt, bound), ids in answers.items() if chance.random() < 0.7}
         pages, tier = chance.choice([12, 30, 400]), chance.choice([None, Tier(b"it", 1 << 22, None, 0)])
         engine = engine_for(
-            model, chance.choice([oracle, oracle, NGrams(2, 1)]), chance.randrange(1, 8), pages,
+            model, chance.choice([oracle, NGrams(2, 1), draft_of(model)]), chance.randrange(1, 8), pages,
             chance.choice([None, 96, 144]), chance.choice([16, 24, 64]), tier,
             Limits(chance.choice([9, 48, 200]), chance.randrange(1, 7), chance.randrange(1, 4)),
         )  # fmt: skip
@@ -355,3 +369,62 @@ def test_metrics_count_guesses(model):
     lines = metrics.text().decode().splitlines()
     assert f"nanok3_draft_tokens_total {drafted.tokens:.1f}" in lines and drafted.tokens
     assert f"nanok3_draft_tokens_accepted_total {drafted.accepted:.1f}" in lines
+
+
+# ------------------------------------------------------------------ a trained draft
+
+
+def test_a_draft_in_the_pages_guesses_what_it_guesses_alone(either):
+    """After a prompt in two chunks, accepted and refused guesses: its rows are those of one pass over everything."""
+    model, draft = either, draft_of(either)
+    engine = engine_for(model, draft, tokens=3)
+    drafter, guessed = engine.speculation.drafter, []
+    assert isinstance(drafter, DraftModel) and isinstance(drafter, Drafter)
+
+    def propose(wishes):
+        guesses = DraftModel.propose(drafter, wishes)
+        guessed.append((list(wishes[0].sequence.ids), [guess.id for guess in guesses[0]]))
+        return guesses
+
+    drafter.propose = propose
+    prompt = list(range(2, 60))
+    (reader,) = run(engine, job(prompt, LONG))
+    (plain,) = run(engine_for(model), job(prompt, LONG))
+    assert reader.ids == plain.ids and len(guessed) > 3
+    for ids, guesses in guessed[:4]:
+        assert guesses == alone(model, draft, ids, len(guesses))
+
+
+@torch.no_grad()
+def alone(model, draft, ids, count):
+    """Guesses after `ids`, from nothing."""
+    places = tapped_layers(model.cfg)
+    with taps(model, places) as found:
+        model(torch.tensor([ids]))
+    feature = draft.fuse(torch.stack([found[place] for place in places], dim=2))
+    feature = torch.cat((torch.zeros_like(feature[:, :1]), feature[:, :-1]), dim=1)
+    cache = LatentCache(1, model.cfg.latent_cache_size, feature.dtype, feature.device)
+    tokens, guesses = torch.tensor([ids]), []
+    for _ in range(count):
+        h = draft.layer(model.model.embed_tokens(tokens), feature, cache=cache)[:, -1:]
+        guesses.append(int(model.lm_head(draft.layer.normed(h))[0, 0].argmax()))
+        tokens, feature = torch.tensor([guesses[-1:]]), h
+    return guesses
+
+
+def test_drawn_guesses_of_a_draft_are_of_its_distribution(model):
+    """Requests without a seed draw; the answer is as long as without, and guesses say what they were drawn from."""
+    engine = engine_for(model, draft_of(model), tokens=3)
+    seen = []
+    settled = engine.speculation.verified
+    engine.speculation.verified = lambda piece, accepted: (
+        seen.extend(engine.speculation.guesses[piece.sequence.id]), settled(piece, accepted),
+    )  # fmt: skip
+    (reader,) = run(engine, job(range(2, 40), SamplingParams(temperature=0.9, top_p=0.9, max_tokens=12)))
+    assert len(reader.ids) == 12 and seen
+    assert all(guess.q[guess.id] > 0 and float(guess.q.sum()) == pytest.approx(1) for guess in seen)
+
+
+def test_a_layer_of_the_release_is_one_block():
+    cfg = layer_config(K3Config.k3())
+    assert cfg.kinds == ("mla",) and cfg.is_moe(0) and cfg.attn_res_block_size is None

@@ -1,0 +1,35 @@
+"""How a draft is trained: the flags of `nanok3 draft`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How a draft is trained; all of it ours but the number of guesses."""
+
+    steps: int = 300
+    """Optimizer steps."""
+    rows: int = 4
+    """Rows of text a step; each is read by itself."""
+    seq_len: int = 256
+    """Tokens of a row."""
+    lr: float = 2e-3
+    """Peak rate of AdamW; rises over the first 2 % of the steps, then falls along a cosine to a tenth."""
+    unroll: int = 7
+    """Guesses in a row that are trained."""
+    seed: int = 0
+    """Of the first weights and of the order of the text."""
+    eval_every: int = 100
+    """Steps between two looks at held-out text."""
+    save_every: int = 50
+    """Steps between two savings."""
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "rows": 1, "seq_len": 2, "unroll": 1, "seed": 0, "eval_every": 1, "save_every": 1}
+        for name, low in least.items():
+            if not low <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+        if not 0 < self.lr < float("inf"):
+            raise ValueError(f"lr is {self.lr}; it must be above 0 and finite")

@@ -1,0 +1,78 @@
+"""`nanok3 draft`: train a draft for speculative decoding on a finished model, which stays as it is.
+
+    nanok3 draft runs/x --out runs/x-draft --train.steps 300
+    nanok3 draft runs/x --out runs/x-draft --train.steps 300 --resume    after an interrupt
+    nanok3 serve runs/x --draft runs/x-draft
+
+It learns from the text the run was trained on, or that of --data, and shows on held-out text how often its first guess
+would be kept, its second, ..., and how many tokens a pass would give. That is for text as it is: how a draft does on
+the model's own answers, the server counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanok3.posttrain.draft_settings import DraftSettings
+from nanok3.stages.generate import ModelFlags
+
+if TYPE_CHECKING:
+    from nanok3.data.packing import Batch
+    from nanok3.data.prepared import Prepared
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftArgs(ModelFlags):
+    """Train a draft on a frozen model."""
+
+    out: Path
+    """The folder of the draft."""
+    data: Path | None = None
+    """A prepared folder; the run's own when not given."""
+    train: DraftSettings = field(default_factory=DraftSettings)
+    """How it is trained."""
+    held_out: int = 16
+    """Rows of held-out text that acceptance is measured on."""
+    resume: bool = False
+    """Go on with the draft of --out."""
+
+
+def main(args: DraftArgs) -> None:
+    """Train; KeyboardInterrupt, after saving, for Ctrl-C."""
+    from nanok3.data.loader import MixtureLoader
+    from nanok3.data.prepared import Prepared
+    from nanok3.posttrain.draft_run import DraftRun
+    from nanok3.stages.eval import data_of, run_of, settings_of
+    from nanok3.train.machine import keep_freed_memory
+
+    keep_freed_memory()
+    if args.held_out < 1:
+        raise ValueError(f"held_out is {args.held_out}; it must be at least 1")
+    opened = args.open()
+    data = Prepared(args.data or data_of(opened.folder, settings_of(run_of(opened.folder))))
+    if data.manifest["vocab_size"] != opened.model.cfg.vocab_size:
+        theirs, ours = data.manifest["vocab_size"], opened.model.cfg.vocab_size
+        raise ValueError(f"data: {data.folder} has a vocabulary of {theirs}, the model of {ours}")
+    texts = [(s, w) for s, w in zip(data.sources(), data.weights(), strict=True) if s.pictures is None]
+    if not texts:
+        raise ValueError(f"data: {data.folder} has no source of text without pictures")
+    sources, weights = zip(*texts)
+    loader = MixtureLoader(sources, weights, 1, args.train.seq_len, args.train.seed)
+    rows = held_out_rows(data, args.train.seq_len, args.held_out)
+    run = DraftRun(opened.model, loader, rows, args.train, args.out, print, args.resume)
+    count = sum(p.numel() for p in run.draft.parameters())
+    print(f"a draft of {count:,} parameters; kept: the chance of guess 1, 2, ... on {len(rows)} rows of held-out text")
+    run.fit()
+    print(f"{args.out}: nanok3 serve {args.model} --draft {args.out}")
+
+
+def held_out_rows(data: Prepared, seq_len: int, count: int) -> list[Batch]:
+    """The first rows of each source of text, in turn."""
+    from nanok3.data.packing import one_pass
+
+    texts = [source for source in data.sources("validation") if source.pictures is None]
+    each = -(-count // max(1, len(texts)))
+    return [row for source in texts for row in islice(one_pass(source, 1, seq_len), each)][:count]

@@ -1,0 +1,151 @@
+"""`nanok3 draft`: the folder it makes, going on after Ctrl-C, what it refuses, and a server that uses it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import nanok3
+from nanok3.cli import main as command
+from nanok3.data.plan import Source
+from nanok3.data.prepared import prepare
+from nanok3.data.tokenizer import Tokenizer
+from nanok3.model.decoder import K3
+from nanok3.posttrain.draft_run import DraftRun
+from nanok3.posttrain.draft_settings import DraftSettings
+from nanok3.serve.draft_folder import load_draft, read_facts
+from nanok3.stages.draft import DraftArgs, main
+from nanok3.stages.serve import ServeArgs, open_app
+
+FLAGS = [
+    "--train.steps",
+    "6",
+    "--train.rows",
+    "1",
+    "--train.seq-len",
+    "24",
+    "--train.unroll",
+    "3",
+    "--held-out",
+    "2",
+    "--train.eval-every",
+    "3",
+]
+FLAGS += ["--train.save-every", "2", "--threads", "1", "--train.lr", "0.01"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with its data beside it and one checkpoint."""
+    folder = tmp_path_factory.mktemp("draft")
+    (folder / "notes").mkdir()
+    for i in range(12):
+        (folder / "notes" / f"{i}.txt").write_text(f"Line {i} of a text that is long enough to say something.\n" * 4)
+    tokenizer = Tokenizer({bytes([byte]): byte for byte in range(256)})
+    prepare([Source("notes", path=folder / "notes")], tokenizer, folder / "data", validation=0.3)
+    torch.manual_seed(0)
+    cfg = nanok3.K3Config.tiny().at_depth(3, hidden_size=64).with_vocabulary(tokenizer.vocab_size)
+    model = K3(replace(cfg, num_experts=4, num_experts_per_token=2))
+    nanok3.save(model, folder / "run" / "model", dtype=torch.float32)
+    (folder / "run" / "config.yaml").write_text(json.dumps({"settings": {"data": str(folder / "data")}}))
+    (folder / "run" / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 10, "loss": 5.0}\n')
+    (folder / "run" / "nanok3.json").write_text('{"stage": "pretrain"}')
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def made(run: Path) -> Path:
+    out = run.parent / "made"
+    assert command(["draft", str(run), "--out", str(out), *FLAGS]) == 0
+    return out
+
+
+def test_a_draft_says_what_it_is(made: Path) -> None:
+    facts = read_facts(made)
+    assert facts["step"] == 6 and len(facts["acceptance"]) == 3 and facts["accepted_length"] > 1
+    kinds = [json.loads(line)["kind"] for line in (made / "metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("train") == 6 and kinds.count("eval") == 3
+    assert sorted(p.name for p in made.iterdir()) == [
+        "draft.json", "draft.safetensors", "metrics.jsonl", "training.pt"
+    ]  # fmt: skip
+
+
+def test_after_ctrl_c_it_goes_on_as_if_nothing_had_been(
+    run: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, step = tmp_path / "new", DraftRun._train_step
+
+    def interrupted(self: DraftRun) -> float:
+        loss = step(self)
+        if self.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return loss
+
+    monkeypatch.setattr(DraftRun, "_train_step", interrupted)
+    assert command(["draft", str(run), "--out", str(out), *FLAGS]) == 130
+    assert "interrupted after step 3; saved" in capsys.readouterr().out
+    monkeypatch.setattr(DraftRun, "_train_step", step)
+    assert command(["draft", str(run), "--out", str(out), *FLAGS]) == 2
+    assert "holds a draft; add --resume" in capsys.readouterr().err
+    changed = [*FLAGS[:-1], "0.02"]
+    assert command(["draft", str(run), "--out", str(out), *changed, "--resume"]) == 2
+    assert "lr is 0.02" in capsys.readouterr().err
+    assert command(["draft", str(run), "--out", str(out), *FLAGS, "--resume"]) == 0
+    ours, theirs = (load_file(folder / "draft.safetensors") for folder in (out, made))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_server_guesses_with_it(run: Path, made: Path) -> None:
+    """Through the same pages, whatever they are for; the answer is what it is without."""
+    from nanok3.serve.engine import Job
+    from nanok3.serve.sampler import SamplingParams
+
+    class Kept:
+        def __init__(self) -> None:
+            self.ids: list[int] = []
+
+        def push(self, token: object) -> bool:
+            self.ids.append(token.id)  # type: ignore[attr-defined]
+            return False
+
+        def finish(self, outcome: object) -> None:
+            pass
+
+    answers = []
+    for draft in (None, str(made)):
+        _, engine, _ = open_app(ServeArgs(model=run, draft=draft, draft_tokens=3, memory=0.02, cache_memory="8MiB"))
+        job = Job(list(b"Line 3 of a text"), SamplingParams(temperature=0.0, max_tokens=24), Kept(), ignore_ends=True)
+        engine.submit(job)
+        while not engine.idle:
+            engine.step()
+        answers.append(job.reader.ids)  # type: ignore[attr-defined]
+        engine.drain(0)
+    assert answers[0] == answers[1] and len(answers[0]) == 24
+    assert engine.speculation is not None and engine.speculation.drafted.tokens > 0
+
+
+def test_what_cannot_be_is_named(run: Path, made: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="held_out is 0"):
+        main(DraftArgs(model=run, out=tmp_path / "x", held_out=0))
+    with pytest.raises(ValueError, match="seq_len is 1; it must be at least 2"):
+        DraftSettings(seq_len=1)
+    for draft, what in ((str(tmp_path / "none"), "allowed: 'ngram', or a folder"), (str(tmp_path), "is no draft")):
+        with pytest.raises(ValueError, match=what):
+            open_app(ServeArgs(model=run, draft=draft))
+    with pytest.raises(ValueError, match="leave it out with --scripted"):
+        open_app(ServeArgs(scripted=tmp_path / "s", tokenizer=run, draft="ngram"))
+    other = K3(nanok3.K3Config.tiny().at_depth(4))
+    with pytest.raises(ValueError, match="was made for a model with hidden_size"):
+        load_draft(made, other)
+    facts, torn = read_facts(made), tmp_path / "torn"
+    torn.mkdir()
+    (torn / "draft.json").write_text(json.dumps(facts))
+    (torn / "draft.safetensors").write_bytes((made / "draft.safetensors").read_bytes()[:-9])
+    with pytest.raises(ValueError, match="cannot be used"):
+        load_draft(torn, nanok3.load(run / "model"))
