@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 from sandboxed import reason
 
+from nanok3.envs import kernel_task
 from nanok3.envs.bubblewrap import Sandboxes
 from nanok3.envs.catalogue import kinds
 from nanok3.envs.environment import Reply
@@ -51,7 +52,8 @@ ATTACKS = {
     **{f"sentinel {text}": says(text) for text in SENTINELS},
 }
 SHORT = ("empty", "repeated", "prompt copied", "empty thinking", "answer list", "verifier edited")
-"""For environments where a verdict takes seconds."""
+"""For environments where a verdict takes a good part of a second, and still fewer where it takes seconds."""
+SHORTEST = ("empty", "verifier edited")
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +66,18 @@ def home():
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "mbpp"])
-def test_nothing_is_earned(name, home):
+def test_nothing_is_earned(name, home, monkeypatch):
+    monkeypatch.setattr(kernel_task, "ROUNDS", 2)
     kind = KINDS[name]
     if kind.domain == "coding" and reason is not None:
         pytest.skip(f"no sandbox here: {reason}")
     if name.startswith("gym-") and importlib.util.find_spec("reasoning_gym") is None:
         pytest.skip("reasoning-gym is not installed")
     slow = kind.domain == "coding"
-    for task in islice(kind.tasks("train", 0), 1 if slow else 3):
+    some = SHORTEST if name == "kernel" else SHORT
+    for task in islice(kind.tasks("train", 0), 1 if slow else 2):
         for attack, replies in ATTACKS.items():
-            if slow and attack not in SHORT:
+            if slow and attack not in some:
                 continue
             played = play(kind.open(home), task, scripted(replies(task)))
             right = not slow and replies(task)[0].text == right_words(task)  # a sentinel may be the answer

@@ -12,7 +12,7 @@ from nanok3.envs.office import KINDS, Office, office_tasks
 from nanok3.envs.tools import Call
 
 
-def tasks(kind, count=12, split="train", seed=0):
+def tasks(kind, count=5, split="train", seed=0):
     return list(islice(office_tasks(kind, split, seed), count))
 
 
