@@ -551,14 +551,14 @@ def _kda_activations(cfg: K3Config, plain: int) -> int:
 
 
 def _mla_activations(cfg: K3Config, plain: int) -> int:
-    H, K, V = cfg.num_attention_heads, cfg.qk_head_dim, cfg.v_head_dim
+    H, K, N, V = cfg.num_attention_heads, cfg.qk_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
     queries = 2 * plain * (cfg.q_lora_rank or 0)  # before and after the norm
     latents = 2 * plain * cfg.latent_cache_size
-    attention = 16 * K + 4  # q, k, v and the output in float32, padded to the keys' width; the logarithm of each sum
-    cut = 4 * V if V < K else 0  # the output without its padding
+    # q and k; what keys and values are cut from; the output and the logarithm of each sum, in float32
+    attention = plain * (2 * K + N + V) + 4 * V + 4
     if cfg.mla_use_output_gate:
-        return queries + latents + H * (attention + cut + 4 * V + plain * V)  # the gate, and their product
-    return queries + latents + H * (attention + (plain * V if plain < 4 else cut))
+        return queries + latents + H * (attention + 4 * V + plain * V)  # the gate, and their product
+    return queries + latents + H * (attention + (plain * V if plain < 4 else 0))
 
 
 def _mlp_activations(cfg: K3Config, inner: int, plain: int) -> int:
