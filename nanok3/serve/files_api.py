@@ -23,6 +23,8 @@ SEEN = ("image", "vision")
 PURPOSES = (*SEEN, "user_data", "assistants", "file-extract", "batch", "fine-tune", "evals")
 MOST = 10_000
 """Entries of a list."""
+MOST_PARTS = 64
+"""Of a form."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Attachment:
 
 async def upload(server: Server, call: Call) -> dict[str, Any]:
     """Keep a file."""
-    form = read_form(call.headers.get("content-type", ""), call.body)
+    form = await in_thread(read_form, call.headers.get("content-type", ""), call.body)
     if "file" not in form:
         raise RequestError("the form has no part file; allowed: a file and its purpose", "file")
     name, content = form["file"]
@@ -121,6 +123,8 @@ def read_form(content_type: str, body: bytes) -> dict[str, tuple[str, bytes]]:
     _, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary)
     if len(parts) < 2 or not parts[-1].startswith(b"--"):
         raise RequestError("the form is cut short or has another boundary", "file")
+    if len(parts) - 1 > MOST_PARTS:
+        raise RequestError(f"the form has {len(parts) - 1} parts; allowed: {MOST_PARTS}", "file")
     form: dict[str, tuple[str, bytes]] = {}
     for part in parts[:-1]:
         head, blank, content = part.partition(b"\r\n\r\n")
@@ -138,5 +142,8 @@ def _parameter(header: str, value: str, name: str) -> str:
     """A parameter of a header's value, also in the form of RFC 2231; empty where it is not there."""
     message = Message()
     message[header] = value.replace("\r", " ").replace("\n", " ")
-    found = message.get_param(name, "", header)
+    try:
+        found = message.get_param(name, "", header)
+    except ValueError:  # as where the number of a continuation has thousands of digits
+        raise RequestError(f"the header {header} cannot be read", header) from None
     return str(found[2] if isinstance(found, tuple) else found)

@@ -137,6 +137,9 @@ class ServeArgs:
         from nanok3.serve.engine import Settings
         from nanok3.serve.scheduler import Limits
 
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "max_body_mib"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len is {self.max_model_len}; it must be at least 2")
         limits = Limits(self.max_num_batched_tokens, self.max_num_seqs)

@@ -16,7 +16,7 @@ import openai
 import pytest
 from served import TOKENIZER, call, message
 
-from nanok3.stages.serve import ServeArgs, memory_bytes, open_app
+from nanok3.stages.serve import ServeArgs, listen, main, memory_bytes, open_app
 
 ROOT = Path(__file__).parents[2]
 HI = [{"role": "user", "content": "hi"}]
@@ -133,7 +133,10 @@ def test_flags_that_are_mistakes(tmp_path):
     for flags, wrong in [
         ({"max_model_len": 1}, "max_model_len"),
         ({"hash_block": 1}, "hash_block"),
-        ({"max_num_seqs": 0}, "max_sequences"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"max_waiting": 0}, "max_waiting is 0"),
+        ({"max_body_mib": 0}, "max_body_mib is 0"),
         ({}, "no model"),
         ({"scripted": tmp_path / "x"}, "scripted needs"),
         ({"model": tmp_path, "memory": -1.0}, "config.json"),
@@ -145,3 +148,11 @@ def test_flags_that_are_mistakes(tmp_path):
     with pytest.raises(ValueError, match="memory is -1"):
         memory_bytes(-1.0, None)
     assert memory_bytes(0.5, None) == 1 << 29
+
+
+def test_an_address_that_is_taken_is_told_before_a_model_is_read(tmp_path):
+    with (
+        listen("127.0.0.1", 0) as taken,
+        pytest.raises(ValueError, match=r"cannot listen on .*: Address already in use$"),
+    ):
+        main(ServeArgs(model=tmp_path / "none", port=taken.getsockname()[1]))

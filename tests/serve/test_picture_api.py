@@ -258,6 +258,21 @@ def test_a_form_may_hold_any_bytes():
     assert files_api.read_form('multipart/form-data; boundary="b0und"', body)["purpose"] == ("", b"image")
 
 
+def test_headers_and_parts_of_a_form_are_bounded(seer):
+    many = "0" * 5000
+    for kind, body, what in [
+        ("multipart/form-data; boundary=B", f"--B\r\ncontent-disposition: form-data; name*{many}=x\r\n\r\n", "be read"),
+        (f"multipart/form-data; boundary*{many}=B", "", "be read"),
+        (
+            "multipart/form-data; boundary=B",
+            "--B\r\ncontent-disposition: form-data; name=file\r\n\r\n\r\n" * 99,
+            "99 parts",
+        ),
+    ]:
+        answer = seer.post("/v1/files", headers={**ALICE, "content-type": kind}, content=body.encode() + b"\r\n--B--")
+        assert answer.status_code == 400 and what in answer.json()["error"]["message"]
+
+
 def test_web_addresses_where_they_are_allowed(model, monkeypatch):
     asked = []
     monkeypatch.setattr(picture_sources, "fetch", lambda url, most: asked.append((url, most)) or drawing(1))
