@@ -124,7 +124,7 @@ def test_a_perfect_copy_is_accepted_7_of_7(either):
 
 def compare(model, chance, rounds):
     """Engines of random shape with drafts against one without, over prompts that share beginnings."""
-    accepted = refused = hits = preempted = restored = 0
+    accepted = refused = hits = restored = 0
     for _ in range(rounds):
         pool = prompts(chance, 3)
         kinds = [(prompt, bound) for prompt in pool for bound in (False, True)]
@@ -135,10 +135,10 @@ def compare(model, chance, rounds):
             answers[tuple(prompt), bound] = reader.ids
         oracle = Oracle(chance, chance.choice([0.0, 0.2, 0.6]))
         oracle.answers = {prompt: ids for (prompt, bound), ids in answers.items() if chance.random() < 0.7}
-        pages, tier = chance.choice([12, 30, 400]), chance.choice([None, Tier(b"it", 1 << 22, None, 0)])
+        pages, tier = chance.choice([12, 30, 400]), chance.choice([None, Tier("it", 1 << 22, None, 0)])
         engine = engine_for(
             model, chance.choice([oracle, NGrams(2, 1), draft_of(model)]), chance.randrange(1, 8), pages,
-            chance.choice([None, 96, 144]), chance.choice([16, 24, 64]), tier,
+            chance.choice([None, 144]), chance.choice([16, 24, 64]), tier,
             Limits(chance.choice([9, 48, 200]), chance.randrange(1, 7), chance.randrange(1, 4)),
         )  # fmt: skip
         asked = []
@@ -150,12 +150,12 @@ def compare(model, chance, rounds):
             one = job(prompt, LONG, constraint=Even() if bound else None, speculate=speculate)
             asked.append((one, answers[tuple(prompt), bound]))
             engine.submit(one)
-            for _ in range(chance.randrange(5)):
+            for _ in range(chance.randrange(12)):
                 engine.step()
                 engine.cache.check()
-            if chance.random() < 0.1:
+            if chance.random() < 0.05:
                 engine.flush()
-            if chance.random() < 0.2:
+            if chance.random() < 0.5:
                 engine.cache.make_room(engine.pool.pages)  # all that can be evicted is
         while not engine.idle:
             engine.step()
@@ -168,12 +168,11 @@ def compare(model, chance, rounds):
             hits += one.reader.outcome.cached_tokens > 0
         drafted = engine.speculation.drafted
         accepted, refused = accepted + drafted.accepted, refused + drafted.tokens - drafted.accepted
-        preempted += engine.scheduler.preemptions
         restored += 0 if engine.offload is None else engine.offload.restored
         engine.cache.clear()
         assert engine.pool.free == engine.pool.pages
     assert accepted and refused
-    return hits, preempted, restored
+    return hits, restored
 
 
 def test_greedy_answers_stay_what_they_are(model):
@@ -184,8 +183,20 @@ def test_greedy_answers_stay_what_they_are(model):
 @pytest.mark.parametrize("seed", range(8))
 def test_greedy_answers_stay_what_they_are_1000_times(either, seed):
     """16 times 8 jobs for either way of verifying and each of the 8 seeds: 2,048."""
-    hits, preempted, restored = compare(either, random.Random(200 + seed), rounds=16)
-    assert hits and (preempted or restored)
+    hits, restored = compare(either, random.Random(200 + seed), rounds=16)
+    assert hits and restored
+
+
+def test_who_loses_its_pages_amid_drafts_says_the_same(model):
+    """Nine pages: two answers grow into a page of which there is one."""
+    asked = [list(range(2, 92)), list(range(3, 93))]
+    answers = [run(engine_for(model), job(prompt, LONG))[0].ids for prompt in asked]
+    oracle = Oracle(random.Random(3), 0.3)
+    oracle.answers = {tuple(prompt): ids for prompt, ids in zip(asked, answers)}
+    for drafter in (oracle, draft_of(model)):
+        engine = engine_for(model, drafter, pages=9, page_tokens=96)
+        readers = run(engine, *(job(prompt, LONG) for prompt in asked))
+        assert [reader.ids for reader in readers] == answers and engine.scheduler.preemptions
 
 
 def test_a_later_turn_goes_on_from_states_that_drafts_crossed(either):
