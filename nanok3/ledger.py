@@ -518,7 +518,7 @@ def activation_bytes(cfg: K3Config, plain: int = 2, recompute: bool = False) -> 
 
     It holds, to the byte, for the CPU kernels (nanok3.kernels.*_cpu), which keep their inputs and make the rest again;
     for KDA heads whose width is a multiple of 32, and MLA values no wider than its keys (fused attention keeps no
-    scores). The forms in torch, for other devices or without a compiler, keep more: 1.3 to 1.7 times as much in small.
+    scores). The forms in torch, for other devices or without a compiler, keep more: 1.4 to 1.8 times as much in small.
 
     recompute: of each half of a layer only what it reads, and one whole half while it is computed again.
     """

@@ -321,7 +321,7 @@ def test_what_is_said_not_to_exist_does_not():
     planned = [
         row["planned place"] for table in tables(FIDELITY.read_text()) for row in table if "planned place" in row
     ]
-    assert len(planned) > 10
+    assert len(planned) > 5
     places = [place for cell in planned for place in re.findall(r"[\w/]+(?:\.py|/)", cell)]
     assert [place for place in places if (PACKAGE / place).exists()] == []
 

@@ -29,7 +29,7 @@ import tyro
 QUICK = ("kda", "fused", "linear", "decode", "startup")
 """A few minutes together."""
 TIMES = {
-    **dict.fromkeys(("decode", "fused", "linear", "startup", "vision"), "1 min"),
+    **dict.fromkeys(("decode", "fused", "linear", "sandbox", "startup", "vision"), "1 min"),
     **dict.fromkeys(("kda", "profile_step", "serve", "speculative"), "5 min"),
     "gpu_check": "8 min",
     "prefix": "5 min",
