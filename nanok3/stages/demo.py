@@ -34,8 +34,10 @@ MODEL = ("--preset", "vision-tiny", "--train.batch-size", "8", "--train.seq-len"
 RATES = ("--train.lr", "2.5e-2", "--train.adam-lr-scale", "0.4", "--train.final-lr-fraction", "0.03")
 PACE = ("--train.eval-every", "100", "--train.sample-every", "200", "--train.save-every", "200")
 """The model of the demo and how it is trained, found by measurement: docs/log.md has the search."""
+TOWER_RATE = ("--train.vision-lr-scale", "0.03")
+"""At higher rates the tower's features of different pictures fall together (docs/log.md)."""
 PICTURES = ("--pictures", "0.2", "--picture-kinds", "shapes", "places")
-"""A fifth of the tokens: what a tower can begin to see within minutes."""
+"""A fifth of the tokens, of the two simplest kinds."""
 PICTURE_FILE = "picture.png"
 PROMPTS = ("**HAMLET**\n", "A: hi, how are you?\nB:", "def add(a, b):\n")
 PROMPTS_FILE = "prompts.jsonl"
@@ -142,7 +144,19 @@ def road(args: DemoArgs) -> list[Step]:
     learn = ["--max-bytes", "3000000"] if args.quick else []
     sample = ["--bytes", "50000", "--picture-questions", "20"] if args.quick else []
     draw = [*PICTURES, "--picture-documents", "2000" if args.quick else "12000"]
-    train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", "--no-rules", *MODEL, *RATES, *PACE]
+    train = [
+        "pretrain",
+        "--data",
+        str(data),
+        "--out",
+        str(run),
+        "--no-evaluate",
+        "--no-rules",
+        *MODEL,
+        *RATES,
+        *TOWER_RATE,
+        *PACE,
+    ]
     train += ["--train.minutes", f"{minutes:g}", *threads]
     if (run / "config.yaml").exists():
         train = ["pretrain", "--out", str(run), "--resume", *threads]
