@@ -154,10 +154,10 @@ class Server:
         owner: int | None,
         translate: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> Asked:
-        body = translate(read_json(body) if isinstance(body, bytes) else body)
-        request = read_chat(body, self.policy)
+        body = read_json(body) if isinstance(body, bytes) else body
+        self._check_count(body)
+        request = read_chat(translate(body), self.policy)
         self.check_model(request.model)
-        request.room(6 * len(request.messages), least=True)  # two tags each; what cannot fit is not rendered first
         images = self._images(request, owner)
         segments = request.prompt(self.settings.sentences, [image.prompt for image in images])
         request.room(self.least_tokens(segment.text for segment in segments), least=True)
@@ -165,6 +165,15 @@ class Server:
         request.room(len(ids))
         prompt_tokens = len(ids) - request.opener(self.tokenizer)
         return Asked(request, segments, ids, prompt_tokens, self.constraints(request, request.n), pictures)
+
+    def _check_count(self, body: Mapping[str, Any]) -> None:
+        """What cannot fit is not read first: a message is six ids of tags or more, an item at least one."""
+        for name, ids in (("messages", 6), ("input", 1)):
+            given = body.get(name)
+            if isinstance(given, list) and ids * len(given) > self.engine.context:
+                least = f"the prompt has at least {ids * len(given)} tokens"
+                what = f"{least}; allowed: {self.engine.context} together"
+                raise RequestError(what, name, "context_length_exceeded")
 
     def least_tokens(self, texts: Iterable[str]) -> int:
         """Texts, each encoded by itself, have no fewer."""

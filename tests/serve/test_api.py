@@ -586,6 +586,7 @@ def test_what_cannot_fit_is_refused_before_it_costs_anything(stub, monkeypatch):
         (CHAT, {"messages": [{"role": "user", "content": "a" * 10**6}]}, "at least"),
         ("/v1/messages", {"messages": many, "max_tokens": 1}, "at least 12000 tokens"),
         ("/v1/responses", {"input": "a" * 10**6}, "at least"),
+        ("/v1/responses", {"input": many * 5}, "at least 10000 tokens"),
         ("/v1/completions", {"prompt": "a" * 10**6}, "at least"),
         ("/v1/completions", {"prompt": ["a"] * 5000}, "5000 answers"),
         ("/tokenize", {"prompt": "a" * (2**22 + 1)}, "4194305 characters; allowed: 4194304"),
