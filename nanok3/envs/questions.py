@@ -1,7 +1,7 @@
 """Tasks that end in one answer: what counts as the answer, and an exact comparison.
 
-    answer(text) = what follows "Answer:" on the last line, if that stands once in the text
-                 | the whole text, if it is one line
+    answer(text) = all that follows "Answer:", if that stands once in the text and begins a line
+                 | the whole text, if it is one line without that word
                  | nothing
 
 The rule is strict on purpose. A reward that looks for the right answer anywhere in a text is earned by a list of all
@@ -40,12 +40,11 @@ Maker = Callable[[Random], Item]
 
 def answer_in(text: str) -> str | None:
     """The one answer of a text, or None where there is none or more than one."""
-    lines = text.strip().splitlines()
-    if text.count(MARK) > 1 or not lines:
-        return None
-    if lines[-1].startswith(MARK):
-        return lines[-1][len(MARK) :].strip() or None
-    return lines[0].strip() if len(lines) == 1 and MARK not in text else None
+    before, mark, after = text.strip().partition(MARK)
+    if mark:
+        alone = MARK not in after and (not before or before.endswith("\n"))
+        return after.strip() or None if alone else None
+    return before if before and "\n" not in before else None
 
 
 def split_of(key: str, share: float = HELD_OUT) -> str:
@@ -73,7 +72,7 @@ def items(kind: str, make: Maker, split: str, seed: int) -> Iterator[Item]:
 
 def answer_task(kind: str, item: Item, domain: str = "general") -> Task:
     """The item as a task of one turn."""
-    goal = f"{item.question}\nEnd with a line that begins with {MARK!r}"
+    goal = f"{item.question}\nEnd with a new line: {MARK!r}, then the answer and nothing else."
     name = hashlib.blake2b(f"{kind} {item.key}".encode(), digest_size=6).hexdigest()
     told = {"text": f"{MARK} {item.answer}", "thinking": "\n".join(item.working)}
     hidden = {"answer": item.answer, "working": list(item.working), "solution": [told]}
@@ -105,7 +104,7 @@ class AnswerEnvironment(InProcess):
     def judge(self, hidden: bool) -> Verdict:
         answer = None if self.answer is None else answer_in(self.answer)
         if answer is None:
-            return Verdict(0.0, f"there is not one answer; end with one line that begins with {MARK!r}")
+            return Verdict(0.0, f"there is not one answer; end with a new line: {MARK!r}, then the answer")
         if not hidden:
             return Verdict(0.0, "there is one answer")
         return Verdict(float(self._right(answer, self._task().hidden)))

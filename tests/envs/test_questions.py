@@ -24,7 +24,8 @@ from nanok3.envs.questions import AnswerEnvironment, Item, answer_in, answer_tas
         ("Answer:", None),
         ("42\n43", None),
         ("Answer: 1\nAnswer: 42", None),
-        ("Answer: 42\nor not", None),
+        ("Answer: 42\nor not", "42\nor not"),
+        ("so\nAnswer:\n1 2\n3 4", "1 2\n3 4"),
         ("so Answer: 42", None),
     ],
 )
