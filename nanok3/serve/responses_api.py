@@ -28,6 +28,7 @@ from nanok3.serve.events import (
     ReasoningWasAnswer,
 )
 from nanok3.serve.fields import Fields, RequestError, read_json, refuse
+from nanok3.serve.protocol import MAX_TOKENS
 from nanok3.serve.replies import KEEP_ALIVE, named_sse
 from nanok3.serve.server import Asked, Call, Server, debug, in_thread, new_id, usage
 
@@ -101,7 +102,7 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     instructions = f.string("instructions")
     found["messages"] = [{"role": "system", "content": instructions}] if instructions else []
     found["messages"] += _messages(f)
-    found["max_completion_tokens"] = f.get("max_output_tokens")
+    found["max_completion_tokens"] = f.integer("max_output_tokens", 1, MAX_TOKENS)
     found["tools"] = [_tool(tool, f"tools[{k}]") for k, tool in enumerate(f.list("tools"))]
     found["tool_choice"] = _choice(f)
     found["response_format"] = _format(f.object("text").object("format"))

@@ -108,6 +108,7 @@ def test_a_response_that_was_cut_is_incomplete(stub):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": []}, "input"),
         ({"input": [1]}, "input[0]"),
         ({"input": [{"type": "x"}]}, "input[0].type"),
