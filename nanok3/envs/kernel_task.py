@@ -1,7 +1,7 @@
 """A kernel task: make this numpy function faster. First it must be right, then it is timed, from outside.
 
     score = 0                                   an output is wrong, or it is not twice as fast: noise is no gain
-          | 0.5 log(b / t) / log(b / e)         between the baseline b and the expert e
+          | 0.5 log(b / t) / log(b / e)         between the baseline b and the expert e, at most 0.5
           | 0.5 + 0.5 (e - t) / (e - bound)     from the expert towards the bound: bytes moved / memory bandwidth
 
 Every round draws a seed that nobody knew before. First the work alone answers some rounds; then four programs in four
@@ -37,6 +37,8 @@ from nanok3.envs.questions import SPLITS, split_of
 from nanok3.envs.sandbox import Limits
 
 ROUNDS, ASK_SECONDS, GAIN = 5, 5.0, 0.5
+NOISE, RESOLUTION = 0.8, 5e-5
+"""Times within a fifth of the expert's are the expert's, and so are all that are too short to be told apart."""
 
 
 class Kernel(NamedTuple):
@@ -114,8 +116,8 @@ def speed_score(work: float, baseline: float, expert: float, bound: float) -> fl
     """0 to 1 from four times in seconds."""
     if not work < GAIN * baseline:
         return 0.0
-    if work >= expert:
-        return 0.5 * math.log(baseline / work) / math.log(baseline / expert)
+    if work >= NOISE * expert:
+        return min(0.5, 0.5 * math.log(baseline / work) / math.log(baseline / expert))
     return min(1.0, 0.5 + 0.5 * (expert - work) / max(expert - bound, 1e-9))
 
 
@@ -181,7 +183,7 @@ class Trial:
 
     def score(self) -> float:
         floor = self.seconds["nothing"]
-        work, baseline, expert = (max(self.seconds[r] - floor, 1e-6) for r in ("work", "baseline", "expert"))
+        work, baseline, expert = (max(self.seconds[r] - floor, RESOLUTION) for r in ("work", "baseline", "expert"))
         return speed_score(work, baseline, min(expert, baseline / 2), self.moved / bandwidth())
 
     def close(self) -> None:

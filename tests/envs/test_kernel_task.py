@@ -23,6 +23,7 @@ def test_the_score_of_times():
     assert speed_score(0.01, 1.0, 0.01, 0.001) == pytest.approx(0.5)
     assert speed_score(0.0055, 1.0, 0.01, 0.001) == pytest.approx(0.75)
     assert speed_score(0.001, 1.0, 0.01, 0.001) == 1 == speed_score(0.0001, 1.0, 0.01, 0.001)
+    assert speed_score(0.009, 1.0, 0.01, 0.001) == 0.5 == speed_score(5e-5, 1e-2, 5e-5, 1e-6)
     times = [speed_score(t, 1.0, 0.01, 0.001) for t in np.geomspace(0.0005, 2, 50)]
     assert times == sorted(times, reverse=True)
 
