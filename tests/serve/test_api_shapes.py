@@ -114,7 +114,7 @@ def test_a_response_that_was_cut_is_incomplete(stub):
         ({"input": [{"type": "x"}]}, "input[0].type"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"max_output_tokens": -1}, "max_completion_tokens"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
     ],
 )
