@@ -5,11 +5,11 @@
           | 0.5 + 0.5 (e - t) / (e - bound)     from the expert towards the bound: bytes moved / memory bandwidth
 
 Every round draws a seed that nobody knew before. First the work alone answers some rounds; then four programs in four
-sandboxes answer each, one after the other: the work, the baseline, the expert, and one that returns at once, whose
-time is taken off the others'. Each makes the
-inputs from the seed and returns its whole output, which is compared to nine digits, in float64, with our own. So a
-cached result is wrong, a clock that was tampered with is not read, lower precision is seen, and there is no verifier
-to be read inside. A round's time is the least of all rounds.
+sandboxes answer each, one after the other in turning order: the work, the baseline, the expert, and one that returns at
+once, whose time is taken off the others'. Each makes the inputs from the seed and returns its whole output, which is
+compared to nine digits, in float64, with our own. So a cached result is wrong, a clock that was tampered with is not
+read, lower precision is seen, and there is no verifier to be read inside. A program's time is the least of its rounds;
+on a busy machine the expert's own code was given 0.5 in six of eight trials and up to 0.88 in the others.
 
 Source: report 4.2 (error above the threshold 0, equal to the expert 0.5, towards the roofline 1; detectors of cached
 inputs and reduced precision). Kernels, sizes and the logarithm are ours.
@@ -36,7 +36,7 @@ from nanok3.envs.process import Process
 from nanok3.envs.questions import SPLITS, split_of
 from nanok3.envs.sandbox import Limits
 
-ROUNDS, ASK_SECONDS, GAIN = 5, 5.0, 0.5
+ROUNDS, ASK_SECONDS, GAIN = 12, 5.0, 0.5
 NOISE, RESOLUTION = 0.8, 5e-5
 """Times within a fifth of the expert's are the expert's, and so are all that are too short to be told apart."""
 
@@ -169,7 +169,10 @@ class Trial:
         arrays = self.make(np.random.default_rng(seed))
         self.moved = sum(array.nbytes for array in arrays)
         wanted = self.expected(*arrays)
-        for role, program in self.programs.items():
+        roles = list(self.programs)
+        first = seed % len(roles)  # who comes after the slow one finds the caches cold
+        for role in roles[first:] + roles[:first]:
+            program = self.programs[role]
             began = time.perf_counter()
             answer = program.ask(str(seed).encode(), ASK_SECONDS)
             self.seconds[role] = min(self.seconds[role], time.perf_counter() - began)
@@ -205,6 +208,8 @@ class KernelEnvironment(Coding):
                     return Verdict(0.0, "an output is wrong, of another shape or type, or there is none")
                 if not hidden:
                     return Verdict(0.0, f"right; {1e3 * trial.seconds['work']:.2f} ms with the way there")
+                if len(trial.programs) == 1:
+                    trial.seconds["work"] = math.inf  # it was alone: all are timed under the same conditions
         except (TimeoutError, EOFError) as error:
             return Verdict(0.0, str(error))
         finally:
