@@ -51,7 +51,7 @@ class LoneDraft:
         self._began = time.perf_counter()
         self._sequence.ids += said[len(self._sequence.said) :]
         count = min(self.tokens, room)
-        if count < 1 or not (self._gauge.measured(1) and self._gauge.wants(self._sequence)):
+        if count < 1 or not (self._gauge.measured(1) and self._gauge.wants(self._sequence, 1)):
             return []
         return self.drafter.propose([Wish(self._sequence, count, self.params, self.generator)])[0][:count]
 

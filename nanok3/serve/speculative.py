@@ -144,17 +144,24 @@ class _Record:
 class Gauge:
     """Does a draft pay? The time of steps with drafts over that of steps without, for as many sequences, against the
     tokens they give. Both are means that forget; a sequence that loses is left alone for 32 steps, and for twice as
-    many every time it loses again."""
+    many every time it loses again. Where the drafts of all lost lately, a new one begins with the first pause."""
 
     FORGET, FIRST, LONGEST, TRIALS = 0.8, 32, 1024, 4
+    FEW = 16
+    """Drafts that say nothing yet about all sequences."""
 
     def __init__(self) -> None:
         self._records: WeakKeyDictionary[Sequence, _Record] = WeakKeyDictionary()
         self._seconds: dict[tuple[int, bool], float] = {}
+        self._all = _Record()
 
-    def wants(self, sequence: Sequence) -> bool:
-        """Whether to try a draft now."""
-        record = self._records.setdefault(sequence, _Record())
+    def wants(self, sequence: Sequence, sequences: int) -> bool:
+        """Whether to try a draft now, in a step of so many sequences."""
+        if sequence not in self._records:
+            loses = self._all.drafts >= self.FEW and 1 + self._all.accepted < self.price(sequences)
+            first = self.FIRST if loses else 0
+            self._records[sequence] = _Record(pause=first, paused=first)
+        record = self._records[sequence]
         if record.pause:
             record.pause -= 1
             return False
@@ -163,9 +170,10 @@ class Gauge:
     def accepted(self, sequence: Sequence, tokens: int, sequences: int) -> None:
         """So many tokens of a draft were right, in a step of that many sequences."""
         record = self._records.setdefault(sequence, _Record())
-        forget = min(self.FORGET, record.drafts / (record.drafts + 1))
-        record.accepted = forget * record.accepted + (1 - forget) * tokens
-        record.drafts += 1
+        for mean, longest in ((record, self.FORGET), (self._all, 1 - 1 / self.FEW)):
+            forget = min(longest, mean.drafts / (mean.drafts + 1))
+            mean.accepted = forget * mean.accepted + (1 - forget) * tokens
+            mean.drafts += 1
         if record.drafts % self.TRIALS:
             return
         if 1 + record.accepted < self.price(sequences):
@@ -241,7 +249,7 @@ class Speculation:
     def _wants(self, sequence: Sequence, sequences: int) -> bool:
         if self.gauge is None:
             return True
-        return self.gauge.measured(sequences) and self.gauge.wants(sequence)
+        return self.gauge.measured(sequences) and self.gauge.wants(sequence, sequences)
 
     def _with_draft(self, piece: Work) -> Work:
         guesses = self.guesses.get(piece.sequence.id)

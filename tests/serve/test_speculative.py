@@ -345,15 +345,19 @@ def test_a_draft_that_does_not_pay_is_left_alone():
     gauge.took(1, False, 1.0)
     gauge.took(1, True, 2.0)
     for _ in range(Gauge.TRIALS):
-        assert gauge.wants(one)
+        assert gauge.wants(one, 1)
         gauge.accepted(one, 0, 1)  # one token for the time of two
-    assert [gauge.wants(one) for _ in range(Gauge.FIRST + 1)] == [False] * Gauge.FIRST + [True]
+    assert [gauge.wants(one, 1) for _ in range(Gauge.FIRST + 1)] == [False] * Gauge.FIRST + [True]
     for _ in range(Gauge.TRIALS):
         gauge.accepted(one, 0, 1)
-    assert [gauge.wants(one) for _ in range(2 * Gauge.FIRST + 1)] == [False] * 2 * Gauge.FIRST + [True]
+    assert [gauge.wants(one, 1) for _ in range(2 * Gauge.FIRST + 1)] == [False] * 2 * Gauge.FIRST + [True]
     for _ in range(8 * Gauge.TRIALS):
         gauge.accepted(one, 3, 1)
-    assert gauge.wants(one) and gauge.price(1) == 2.0
+    assert gauge.wants(one, 1) and gauge.price(1) == 2.0
+    for _ in range(Gauge.FEW):
+        gauge.accepted(one, 0, 1)
+    new = sequence([1, 2])
+    assert [gauge.wants(new, 1) for _ in range(Gauge.FIRST + 1)] == [False] * Gauge.FIRST + [True]
 
 
 def test_an_engine_measures_before_it_tries(model):
