@@ -1,12 +1,11 @@
 """What runs a model's commands: one interface, and the rule that nothing untrusted runs without a sandbox.
 
     run(command, stdin)      -> status, output, seconds, and which limit ended it, if one did
-    start(command)           -> a running program that is asked line by line
     snapshot, restore, fork     of the workspace; processes are not kept, commands are short
     with_files(files)        -> a fork that has these files on top: how hidden tests meet the work they judge
 
-Back-ends: `bubblewrap.py` on this machine, `gvisor.py` where runsc is, `e2b.py` for a service. Where none is there,
-`open_sandboxes` refuses with the line to install.
+Back-ends: `bubblewrap.py` on this machine, `e2b.py` for a service. Where bubblewrap is not there or does not work,
+`bubblewrap.Sandboxes` refuses with the line to install.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 INSTALL = "apt-get install bubblewrap"
 PROGRAMS = ("bwrap", "unshare", "setpriv", "prlimit", "mount")
@@ -62,14 +60,6 @@ class Ran:
         elif self.status:
             parts.append(f"[exit status {self.status}]")
         return "\n".join(part.rstrip("\n") for part in parts if part)
-
-
-class Running(Protocol):
-    """A program that answers lines; what it says is as untrusted as it is."""
-
-    def ask(self, line: bytes, seconds: float) -> bytes: ...
-
-    def close(self) -> None: ...
 
 
 class Sandbox(ABC):
