@@ -2,7 +2,7 @@
 
     python bench/prefix.py                                    our server on a random model of 1 M parameters
     python bench/prefix.py --preset bench-s --prefix 8192     a larger model, a shorter prefix
-    python bench/prefix.py --burst-len 8192 --flags "--max-num-batched-tokens 128"
+    python bench/prefix.py --burst-len 8192 --flags="--max-num-batched-tokens 128"
 
     miss, hit      seconds to the first token of a prompt of `--prefix` tokens that nobody sent before and `--new` more,
                    and of the same prefix with other new tokens; the hit's prompt is read from its last boundary on
