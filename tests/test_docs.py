@@ -31,9 +31,8 @@ FILE = re.compile(r"(?<![\w./:-])(?!llama\.cpp\b)(?:[\w.-]+/)*\w[\w-]*\.(?:py|md
 FOLDER = re.compile(r"(?<![\w./-])(?:nanok3|tests|docs|bench|examples)/(?:[\w.-]+/)*(?![\w.*{-])")
 LINK = re.compile(r"\]\((?!\w+:)([^)#]+)")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
-SYMBOL = re.compile(
-    r"`(?!config\.(?:json|yaml)`)((?:config|ledger|capacity|cli|ops|data|model|kernels|train|serve|eval|stages)(?:\.\w+)+)(?:\(\))?`"
-)
+FOLDERS = "config|ledger|capacity|cli|ops|baselines|data|envs|model|kernels|posttrain|quant|train|serve|eval|stages"
+SYMBOL = re.compile(rf"`(?!config\.(?:json|yaml)`)((?:{FOLDERS})(?:\.\w+)+)(?:\(\))?`")
 CALL = re.compile(r"^(?:\S*/)?(?:python3? -m )?nanok3(?:\s+(?P<words>.*))?$")
 
 
