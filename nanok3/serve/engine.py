@@ -323,11 +323,14 @@ class Engine:
         return future.result()
 
     def flush(self) -> None:
-        """Forget all cached prefixes."""
-        self.do(self.cache.clear)
-        self.do(self.runner.forget)
+        """Forget all cached prefixes, those of the tier too. Returns when it is done."""
+        self.ask(self._forget)
+
+    def _forget(self) -> None:
+        self.cache.clear()
+        self.runner.forget()
         if self.offload is not None:
-            self.do(self.offload.store.clear)
+            self.offload.store.clear()
 
     def keys(self, ids: Iterable[int], salt: tuple[bytes, ...] = (), pictures: tuple[Picture, ...] = ()) -> SpanKeys:
         """The keys under which tokens are cached. Weights that were changed since they were loaded are known to this

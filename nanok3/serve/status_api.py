@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from nanok3.serve.fields import RequestError
@@ -64,5 +65,5 @@ async def loads(server: Server, call: Call) -> dict[str, Any]:
 
 async def flush(server: Server, call: Call) -> dict[str, Any]:
     """Running answers keep what they hold."""
-    server.engine.flush()
+    await asyncio.to_thread(server.engine.flush)
     return {"status": "flushed"}
