@@ -1,13 +1,14 @@
 """`nanok3 demo`: the whole road on real text, in about twelve minutes on two cores.
 
     tokenizer    learn 4096 pieces from plays, conversations, code and exercises
-    data         split, deduplicate, encode; draw pictures of shapes with their captions
-    pretrain     a small K3: KDA, gated MLA, attention residuals, LatentMoE with Quantile Balancing, per-head Muon, and
-                 a vision tower that learns from the first step
-    eval         bits per byte on text it has not seen, beside zlib and xz; a recall probe; questions on pictures it has
-                 not seen
+    data         split, deduplicate, encode
+    pretrain     a small K3: KDA, gated MLA, attention residuals, LatentMoE with Quantile Balancing, per-head Muon
+    eval         bits per byte on text it has not seen, beside zlib and xz; a recall probe
     generate     three samples
     chat         it continues what you type; or, with --serve, a page in the browser and an API for OpenAI's clients
+
+With --pictures the text is mixed with drawn pictures and their captions, the model has a vision tower that learns with
+the rest, and it is asked about pictures it has not seen. In so few minutes its answers stay at chance (docs/log.md).
 
 Each step is a command that can be run by hand; the demo prints it, says how long it will take, and reuses what an
 earlier run has finished. An interrupted training goes on where it stopped.
@@ -30,12 +31,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-MODEL = ("--preset", "vision-tiny", "--train.batch-size", "8", "--train.seq-len", "512")
+MODEL = ("--preset", "small", "--depth", "5")
+SEEING_MODEL = ("--preset", "vision-tiny", "--train.vision-lr-scale", "0.03")
+"""The same text side with a tower. At higher rates its features of different pictures fall together (docs/log.md)."""
+ROWS = ("--train.batch-size", "8", "--train.seq-len", "512")
 RATES = ("--train.lr", "2.5e-2", "--train.adam-lr-scale", "0.4", "--train.final-lr-fraction", "0.03")
 PACE = ("--train.eval-every", "100", "--train.sample-every", "200", "--train.save-every", "200")
 """The model of the demo and how it is trained, found by measurement: docs/log.md has the search."""
-TOWER_RATE = ("--train.vision-lr-scale", "0.03")
-"""At higher rates the tower's features of different pictures fall together (docs/log.md)."""
 PICTURES = ("--pictures", "0.2", "--picture-kinds", "shapes", "places")
 """A fifth of the tokens, of the two simplest kinds."""
 PICTURE_FILE = "picture.png"
@@ -51,6 +53,8 @@ class DemoArgs:
     """Folder for everything the demo makes, runs/demo or runs/demo-quick when not given; delete it to start over."""
     quick: bool = False
     """Little training, two minutes in all, to see that everything works."""
+    pictures: bool = False
+    """Learn from text and pictures together."""
     minutes: float | None = None
     """Minutes of training; 8.5 when not given (0.6 with --quick)."""
     threads: int | None = None
@@ -142,21 +146,13 @@ def road(args: DemoArgs) -> list[Step]:
     minutes = args.minutes or (0.6 if args.quick else 8.5)
     threads = ["--threads", str(args.threads)] if args.threads is not None else []
     learn = ["--max-bytes", "3000000"] if args.quick else []
-    sample = ["--bytes", "50000", "--picture-questions", "20"] if args.quick else []
-    draw = [*PICTURES, "--picture-documents", "2000" if args.quick else "12000"]
-    train = [
-        "pretrain",
-        "--data",
-        str(data),
-        "--out",
-        str(run),
-        "--no-evaluate",
-        "--no-rules",
-        *MODEL,
-        *RATES,
-        *TOWER_RATE,
-        *PACE,
-    ]
+    sample = ["--bytes", "50000"] if args.quick else []
+    draw, model = [], MODEL
+    if args.pictures:
+        draw, model = [*PICTURES, "--picture-documents", "2000" if args.quick else "12000"], SEEING_MODEL
+        sample += ["--picture-questions", "20"] if args.quick else []
+    train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", "--no-rules"]
+    train += [*model, *ROWS, *RATES, *PACE]
     train += ["--train.minutes", f"{minutes:g}", *threads]
     if (run / "config.yaml").exists():
         train = ["pretrain", "--out", str(run), "--resume", *threads]
@@ -169,15 +165,15 @@ def road(args: DemoArgs) -> list[Step]:
             (tokenizer / "tiktoken.model").exists,
         ),
         Step(
-            "Split, deduplicate and encode the text, and draw pictures",
-            18 if args.quick else 30,
+            "Split, deduplicate and encode the text" + (", and draw pictures" if args.pictures else ""),
+            18 if args.quick or not args.pictures else 30,
             ["data", "--tokenizer", str(tokenizer), "--out", str(data), *draw],
             (data / "manifest.json").exists,
         ),
-        Step("Train a small K3 on both", 60 * minutes + 10, train, (run / "model" / "config.json").exists),
+        Step("Train a small K3 on it", 60 * minutes + 10, train, (run / "model" / "config.json").exists),
         Step(
-            "Measure what it learned, on text and pictures it has not seen",
-            24 if args.quick else 90,
+            "Measure what it learned, on what it has not seen",
+            24 if args.quick else 90 if args.pictures else 60,
             ["eval", str(run), "--data", str(data), *sample, *threads],
             (run / "final.json").exists,
         ),

@@ -80,7 +80,7 @@ def test_every_command_parses(tmp_path: Path) -> None:
     from nanok3.stages import data, eval, generate, pretrain, tokenizer
 
     stages = {"data": data, "eval": eval, "generate": generate, "tokenizer": tokenizer}
-    for args in (DemoArgs(), DemoArgs(quick=True, threads=1, minutes=2.0)):
+    for args in (DemoArgs(), DemoArgs(quick=True, threads=1, minutes=2.0), DemoArgs(pictures=True)):
         for step in road(args):
             name, *flags = step.command
             if name == "pretrain":
@@ -101,8 +101,9 @@ def test_a_held_out_picture_lies_there_to_be_shown(
 
 
 def test_the_time_is_within_the_promise() -> None:
-    assert sum(step.seconds for step in road(DemoArgs())) < 12 * 60
-    assert sum(step.seconds for step in road(DemoArgs(quick=True))) < 2 * 60
+    for pictures in (False, True):
+        assert sum(step.seconds for step in road(DemoArgs(pictures=pictures))) < 12 * 60
+        assert sum(step.seconds for step in road(DemoArgs(quick=True, pictures=pictures))) < 2 * 60
 
 
 def test_a_command_runs_in_a_process_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
