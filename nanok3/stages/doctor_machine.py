@@ -28,12 +28,15 @@ FLAGS = (
 """Instruction sets that decide how fast a product is: x86, AMX, ARM."""
 EXTRAS = {
     "data": "Parquet files",
+    "envs": "reasoning-gym's tasks",
     "eval": "lm-eval's tasks",
     "gpu": "KDA and depth mixes on CUDA",
+    "pictures": "plots and drawings to learn from",
     "ray": "fleets",
     "serve": "the HTTP server",
     "track": "TensorBoard and wandb",
     "train": "pictures of a run",
+    "video": "videos as input",
     "vision": "pictures as input",
 }
 

@@ -88,7 +88,9 @@ def test_after_ctrl_c_it_goes_on_as_if_nothing_had_been(
         return loss
 
     monkeypatch.setattr(DraftRun, "_train_step", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell are started with it ignored
     assert command(["draft", str(run), "--out", str(out), *FLAGS]) == 130
+    signal.signal(signal.SIGINT, before)
     assert "interrupted after step 3; saved" in capsys.readouterr().out
     monkeypatch.setattr(DraftRun, "_train_step", step)
     assert command(["draft", str(run), "--out", str(out), *FLAGS]) == 2
