@@ -225,6 +225,8 @@ class Scheduler:
     # ---------------------------------------------------------------- coming and going
 
     def _admit(self) -> None:
+        if len(self.running) >= self.limits.max_sequences:
+            return
         for sequence in self._queue():
             if len(self.running) >= self.limits.max_sequences:
                 return
@@ -291,9 +293,18 @@ class Scheduler:
         """Latent pages for all tokens but those of the first `whole` pages, and pages for the state; None if running
         sequences would then have no page to grow by."""
         latents, groups = self.layout.latent_pages(tokens) - whole, len(self.layout.groups)
-        if not self.cache.make_room(latents + groups + len(self.running)):
+        wanted = latents + groups + len(self.running)
+        if not self._within_reach(wanted) or not self.cache.make_room(wanted):
             return None
         return self.cache.pool.take(Kind.LATENT, latents), self.cache.pool.take(Kind.SNAPSHOT, groups)
+
+    def _within_reach(self, pages: int) -> bool:
+        """Whether that many could be free if all that is cached were evicted: nothing is given up for a prompt that
+        has to wait all the same."""
+        if self.cache.pool.free >= pages:
+            return True
+        held = {page for sequence in self.running for page in (*sequence.pages, *sequence.state)}
+        return self.cache.pool.pages - len(held) >= pages
 
     def _load_state(self, snapshot: tuple[int, ...], state: list[int]) -> None:
         for kept, live in zip(snapshot, state):

@@ -115,6 +115,17 @@ def test_a_hit_that_leaves_no_room_is_given_up():
     assert again.cached_tokens == 0 and again.said
 
 
+def test_nothing_is_evicted_for_a_prompt_that_has_to_wait_all_the_same():
+    world = World(30, page_tokens=4, span=4, groups=1, budget=100)
+    world.run(world.add(list(range(9))))
+    world.add(list(range(100, 140)))
+    world.step()
+    late = world.add(list(range(200, 280)))
+    for _ in range(3):
+        world.step()
+    assert late in world.scheduler.waiting and world.cache.spans == 2 + 10
+
+
 @pytest.mark.parametrize(("page_tokens", "span"), GEOMETRIES)
 @pytest.mark.parametrize("groups", [0, 1, 3])
 def test_random_interleavings_never_mix_up_memory(page_tokens, span, groups):
