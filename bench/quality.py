@@ -5,7 +5,8 @@
     python bench/quality.py --tune            size and rates of each contender, found with the same effort
     python bench/quality.py --rates           steps a second of what was chosen; wants a quiet minute and a half
     python bench/quality.py                   the runs: every contender, seeds 0, 1, 2, 10 minutes each
-    python bench/quality.py --ablate          K3 with one mechanism exchanged, for 3 CPU-minutes
+    python bench/quality.py --ablate --rates  the same for K3 with one mechanism exchanged at a time
+    python bench/quality.py --ablate          those runs, seed 0
     python bench/quality.py --table           what has been measured so far
 
 The runs begin with the tuning where there was none: two hours and a half in all on a quiet machine.
@@ -70,7 +71,6 @@ class Options(harness.Options):
     contenders: list[str] = field(default_factory=lambda: list(CANDIDATES))
     minutes: float = 10.0
     """CPU-minutes of a run."""
-    ablation_minutes: float = 3.0
     bf16: bool = False
     """Where the machine has bfloat16 products; float32 otherwise."""
     data: Path = Path("runs/quality/data")
@@ -282,15 +282,19 @@ def chosen(options: Options, name: str) -> Candidate:
     return Candidate(**json.loads(path.read_text())[name])
 
 
-def measure_rates(options: Options) -> None:
-    """Seconds a step of every chosen contender, in turns within one process: the median of the rounds."""
+def every_chosen(options: Options) -> dict[str, Candidate]:
+    return {name: chosen(options, name) for name in options.contenders}
+
+
+def measure_rates(options: Options, candidates: dict[str, Candidate], path: Path) -> None:
+    """Seconds a step of every candidate, in turns within one process: the median of the rounds."""
     keep_freed_memory()
     torch.set_num_threads(1)
     data, seconds = Prepared(options.data), {}
     precision = "bfloat16" if options.bf16 else "float32"
     trainers = {}
-    for name in options.contenders:
-        job = Job(chosen(options, name), 0, 0, options.data, options.bf16, True, options.out / "rates" / name, 1000)
+    for name, candidate in candidates.items():
+        job = Job(candidate, 0, 0, options.data, options.bf16, True, options.out / "rates" / name, 1000)
         trainers[name], seconds[name] = trainer_of(job, data, precision), []
         trainers[name].train_step()
     for _ in range(RATE_ROUNDS):
@@ -299,16 +303,13 @@ def measure_rates(options: Options) -> None:
             trainer.train_step()
             seconds[name].append(time.perf_counter() - began)
     found = {name: statistics.median(taken) for name, taken in seconds.items()}
-    write_file(
-        options.out / "rates.json", (json.dumps({"seconds_a_step": found, "all": seconds}, indent=1) + "\n").encode()
-    )
+    write_file(path, (json.dumps({"seconds_a_step": found, "all": seconds}, indent=1) + "\n").encode())
     for name, taken in found.items():
-        print(f"{name:12s} {taken:.3f} s a step (from {min(seconds[name]):.3f} to {max(seconds[name]):.3f})")
+        print(f"{name:22s} {taken:.3f} s a step (from {min(seconds[name]):.3f} to {max(seconds[name]):.3f})")
 
 
-def steps_of(options: Options, name: str) -> int:
+def steps_of(options: Options, name: str, path: Path) -> int:
     """Steps that fit into a run's minutes."""
-    path = options.out / "rates.json"
     if not path.exists():
         raise SystemExit(f"{path} is not there; run with --rates first, on a quiet machine")
     return round(60 * options.minutes / json.loads(path.read_text())["seconds_a_step"][name])
@@ -316,11 +317,14 @@ def steps_of(options: Options, name: str) -> int:
 
 def final_jobs(options: Options) -> Iterator[Job]:
     """Seed by seed, the contenders in turn."""
-    candidates = {name: chosen(options, name) for name in options.contenders}
     for seed in range(options.rounds):
-        for name, candidate in candidates.items():
-            result, steps = result_of(options, name, seed), steps_of(options, name)
+        for name, candidate in every_chosen(options).items():
+            result, steps = result_of(options, name, seed), steps_of(options, name, rates(options))
             yield Job(candidate, options.minutes, seed, options.data, options.bf16, False, result, steps)
+
+
+def rates(options: Options) -> Path:
+    return options.out / ("rates-ablations.json" if options.ablate else "rates.json")
 
 
 def result_of(options: Options, name: str, seed: int) -> Path:
@@ -330,8 +334,9 @@ def result_of(options: Options, name: str, seed: int) -> Path:
 def ablate(options: Options) -> list[dict[str, Any]]:
     found = {}
     for name, candidate in ablations(chosen(options, "k3")).items():
-        result = options.out / "ablations" / f"{name.replace(' ', '-')}.json"
-        found[name] = done(Job(candidate, options.ablation_minutes, 0, options.data, options.bf16, False, result))
+        result = options.out / f"ablations-{options.minutes:g}" / f"{name.replace(' ', '-')}.json"
+        steps = steps_of(options, name, rates(options))
+        found[name] = done(Job(candidate, options.minutes, 0, options.data, options.bf16, False, result, steps))
     return [record(name, [run], found["whole"]) for name, run in found.items()]
 
 
@@ -376,7 +381,8 @@ def main(options: Options) -> None:
     if options.tune:
         tune(options)
     elif options.rates:
-        measure_rates(options)
+        candidates = ablations(chosen(options, "k3")) if options.ablate else every_chosen(options)
+        measure_rates(options, candidates, rates(options))
     elif options.ablate:
         harness.print_table(ablate(options))
     else:
