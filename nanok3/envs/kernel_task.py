@@ -33,7 +33,7 @@ from nanok3.envs.bubblewrap import Bubblewrap, python
 from nanok3.envs.coding import TOOLS, Coding
 from nanok3.envs.environment import Budget, Task, Verdict
 from nanok3.envs.process import Process
-from nanok3.envs.questions import SPLITS, split_of
+from nanok3.envs.questions import distinct
 from nanok3.envs.sandbox import Limits
 
 ROUNDS, ASK_SECONDS, GAIN = 12, 5.0, 0.5
@@ -218,23 +218,23 @@ class KernelEnvironment(Coding):
 
 
 def kernel_tasks(split: str = "train", seed: int = 0) -> Iterator[Task]:
-    """Kernels with sizes drawn by the seed."""
-    if split not in SPLITS:
-        raise ValueError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
-    number, seen = 0, set[str]()
-    while len(seen) < 200:
-        random = Random(f"{seed} kernel {number}")
-        number += 1
-        name = random.choice(list(KERNELS))
-        kernel, size = KERNELS[name], random.randint(*KERNELS[name].size)
-        key = f"{name} {size}"
-        if key in seen or split_of(key) != split:
-            continue
-        seen.add(key)
-        goal = f"Make f in kernel.py faster. It returns {kernel.says}; inputs have size {size}. Only numpy is there."
-        slow, expert = source(name, kernel.slow), source(name, kernel.expert)
-        solved = {"calls": [["write_file", {"path": "kernel.py", "content": expert}]]}
-        hidden = {"kernel": name, "inputs": kernel.inputs.format(n=size), "solution": [solved, {"text": "Done."}]}
-        state = {"files": {"kernel.py": slow}}
-        code = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
-        yield Task(f"kernel/{code}", "coding", goal, state, hidden, TOOLS, Budget(steps=12))
+    """Kernels with sizes drawn by the seed, until there are no more."""
+    found = distinct("kernel", _draw, lambda pair: f"{pair[0]} {pair[1]}", split, seed)
+    return (kernel_task(name, size) for name, size in found)
+
+
+def _draw(random: Random) -> tuple[str, int]:
+    name = random.choice(list(KERNELS))
+    return name, random.randint(*KERNELS[name].size)
+
+
+def kernel_task(name: str, size: int) -> Task:
+    """One of KERNELS for inputs of a size."""
+    kernel = KERNELS[name]
+    goal = f"Make f in kernel.py faster. It returns {kernel.says}; inputs have size {size}. Only numpy is there."
+    slow, expert = source(name, kernel.slow), source(name, kernel.expert)
+    solved = {"calls": [["write_file", {"path": "kernel.py", "content": expert}]]}
+    hidden = {"kernel": name, "inputs": kernel.inputs.format(n=size), "solution": [solved, {"text": "Done."}]}
+    state = {"files": {"kernel.py": slow}}
+    code = hashlib.blake2b(f"{name} {size}".encode(), digest_size=6).hexdigest()
+    return Task(f"kernel/{code}", "coding", goal, state, hidden, TOOLS, Budget(steps=12))

@@ -24,7 +24,7 @@ from typing import Any
 from nanok3.envs.apps import ME, TABLES, TOOLS, build, change, use
 from nanok3.envs.environment import Budget, Task, Verdict
 from nanok3.envs.in_process import InProcess
-from nanok3.envs.questions import SPLITS, split_of
+from nanok3.envs.questions import distinct
 
 PEOPLE = ("ada", "ben", "carla", "deniz", "emil", "fatima", "goro", "hana")
 THINGS = ("door", "garage", "safe", "archive room", "printer", "alarm", "bicycle shed", "wifi")
@@ -194,12 +194,4 @@ def office_tasks(kind: str, split: str = "train", seed: int = 0) -> Iterator[Tas
     """An endless stream of tasks of a kind; a task's content decides on its side of the split."""
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
-    if split not in SPLITS:
-        raise ValueError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
-    number, seen = 0, set()
-    while True:
-        task = KINDS[kind](Random(f"{seed} {kind} {number}"))
-        number += 1
-        if task.id not in seen and split_of(task.id) == split:
-            seen.add(task.id)
-            yield task
+    return distinct(kind, KINDS[kind], lambda task: task.id, split, seed)

@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
 from nanok3.data.clean import digest, unit
 from nanok3.envs.environment import Budget, Task, Verdict
@@ -36,6 +37,7 @@ class Item:
 
 
 Maker = Callable[[Random], Item]
+Thing = TypeVar("Thing")
 
 
 def answer_in(text: str) -> str | None:
@@ -52,22 +54,31 @@ def split_of(key: str, share: float = HELD_OUT) -> str:
     return "held-out" if unit(digest(key), 0) < share else "train"
 
 
-def items(kind: str, make: Maker, split: str, seed: int) -> Iterator[Item]:
-    """The endless stream of different items of one kind on one side of the split; a function of (kind, split, seed).
+def distinct(
+    kind: str, make: Callable[[Random], Thing], key: Callable[[Thing], str], split: str, seed: int
+) -> Iterator[Thing]:
+    """The endless stream of different things of one kind on one side of the split; a function of (kind, split, seed).
+    `key` is a thing's content.
 
-    Ends where a thousand items in a row bring nothing new.
+    Ends where a thousand draws in a row bring nothing new.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
     seen: set[str] = set()
     number = last = 0
     while number - last < 1000:
-        item = make(Random(f"{seed} {kind} {number}"))
+        thing = make(Random(f"{seed} {kind} {number}"))
         number += 1
-        if item.key not in seen and split_of(f"{kind} {item.key}") == split:
-            seen.add(item.key)
+        content = key(thing)
+        if content not in seen and split_of(content) == split:
+            seen.add(content)
             last = number
-            yield item
+            yield thing
+
+
+def items(kind: str, make: Maker, split: str, seed: int) -> Iterator[Item]:
+    """Different items of one kind."""
+    return distinct(kind, make, lambda item: f"{kind} {item.key}", split, seed)
 
 
 def answer_task(kind: str, item: Item, domain: str = "general") -> Task:

@@ -1,0 +1,217 @@
+"""The small world of post-training: three domains, their prompts, and demonstrations to start from. All of it is ours.
+
+    domain     kind       what counts as effort      low                 high               max
+    general    ladder     thinking tokens            3 numbers a step    2 numbers a step   1 number a step
+    agent      ledger     all output tokens          no thinking         the sum            the sum by columns
+    coding     program    all output tokens          no thinking         the working        and mistakes mended
+
+A demonstration shows the effort that it is labelled with in most cases, and now and then another one's, so that the
+lengths vary and a budget can choose among them. A share of demonstrations ends in a mistake (`Mistakes`): what comes of
+them is right about six times in ten, and reinforcement learning has something to learn.
+
+The vocabulary is bytes, reserved ids, and merges learned from the markup alone. No merge holds a digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any, Literal
+
+from nanok3.config import K3Config
+from nanok3.data.chat import EFFORTS, Segment, Sentences, render
+from nanok3.data.tokenizer import Tokenizer, train_tokenizer
+from nanok3.envs.environment import Environment, Observation, Reply, Task
+from nanok3.envs.questions import AnswerEnvironment
+from nanok3.envs.small_world import Ledger, Workbench, climb, columns, small_tasks
+from nanok3.envs.tools import Call, schemas
+
+SENTENCES = Sentences(
+    tools="tools\n{}",
+    new_tools="new tools\n{}",
+    thinking_effort="effort {}",
+    tool_choice_none="no call",
+    tool_choice_required="call",
+    json_object="json",
+    json_schema="json\n{}",
+)
+"""OURS in fewer words."""
+MERGES = 160
+OWN_EFFORT = 0.7
+"""Share of demonstrations that show the effort they are labelled with."""
+
+
+@dataclass(frozen=True)
+class Mistakes:
+    """How demonstrations go wrong."""
+
+    share: float = 0.15
+    """Of demonstrations with one wrong number in them, and all that follows from it."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"mistakes: share is {self.share}; it must lie in [0, 1]")
+
+
+Demonstrator = Callable[[Task, str, bool, Random], list[Reply]]
+"""Task, effort shown, whether it goes wrong -> what is said."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What reinforcement learning and demonstrations need of a domain."""
+
+    name: str
+    kind: str
+    counted: Literal["thinking", "output"]
+    environment: Callable[[], Environment]
+    demonstrate: Demonstrator
+
+    def tasks(self, split: str = "train", seed: int = 0) -> Iterator[Task]:
+        """A stream of tasks, a function of split and seed."""
+        return small_tasks(self.kind, split, seed)
+
+    def open(self, task: Task) -> Environment:
+        """A fresh environment for one trajectory; not yet reset."""
+        return self.environment()
+
+    def messages(self, task: Task) -> list[dict[str, Any]]:
+        """What is said before the model's first turn."""
+        return [{"role": "user", "content": task.goal}]
+
+    def prompt(self, task: Task, effort: str | None) -> list[Segment]:
+        """Everything before the first sampled token."""
+        return render(self.messages(task), schemas(task.tools) or None, thinking_effort=effort, sentences=SENTENCES)
+
+    def demonstration(self, task: Task, effort: str, random: Random, mistakes: float) -> dict[str, Any]:
+        """One conversation as `nanok3 sft` reads it: a line of JSON."""
+        shown = effort if random.random() < OWN_EFFORT else random.choice(EFFORTS)
+        replies = self.demonstrate(task, shown, random.random() < mistakes, random)
+        tools = {"tools": schemas(task.tools)} if task.tools else {}
+        messages = conversation(self.messages(task), replies, played(self.open(task), task, replies))
+        return {"messages": messages, **tools, "effort": effort}
+
+
+# ---------------------------------------------------------------------- episodes as conversations
+
+
+def played(environment: Environment, task: Task, replies: Sequence[Reply]) -> list[Observation]:
+    """What the environment answers to each reply."""
+    environment.reset(task)
+    seen = []
+    for reply in replies:
+        seen.append(environment.step(reply))
+        if seen[-1].done:
+            break
+    environment.close()
+    return seen
+
+
+def conversation(
+    before: Sequence[Mapping[str, Any]], replies: Sequence[Reply], seen: Sequence[Observation]
+) -> list[dict[str, Any]]:
+    """Replies and observations as messages behind those that stand before."""
+    messages = [dict(message) for message in before]
+    for turn, (reply, observation) in enumerate(zip(replies, seen, strict=True)):
+        calls = [_call(call, f"{turn}.{number}") for number, call in enumerate(reply.calls)]
+        said = {"role": "assistant", "content": reply.text, "reasoning_content": reply.thinking}
+        messages.append(said | ({"tool_calls": calls} if calls else {}))
+        for number, result in enumerate(observation.results):
+            messages.append({"role": "tool", "content": result.content, "tool_call_id": f"{turn}.{number}"})
+    return messages
+
+
+def _call(call: Call, name: str) -> dict[str, Any]:
+    arguments = call.arguments if isinstance(call.arguments, str) else dict(call.arguments)
+    return {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+# ---------------------------------------------------------------------- who demonstrates, and how it goes wrong
+
+
+def _slip(random: Random) -> int:
+    return random.choice((-10, -2, -1, 1, 2, 10))
+
+
+def _climb(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
+    terms, stride = task.hidden["terms"], {"low": 3, "high": 2, "max": 1}[effort]
+    steps = climb(terms, stride).count(",") + 1
+    thinking = climb(terms, stride, _slip(random) if wrong else 0, random.randrange(steps))
+    return [Reply(thinking.rsplit(",", 1)[-1], thinking=thinking)]
+
+
+def _keep(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
+    first, _, last = task.hidden["solution"]
+    one, more = task.hidden["terms"]
+    value = one + more + (_slip(random) if wrong else 0)
+    total = f"{one}+{more}={value}" if more else str(value)
+    thinking = {"low": "", "high": total, "max": f"{columns(one, more)} {value}" if more else total}[effort]
+    setting = Call("set", {"k": task.hidden["target"], "v": value})
+    getting = tuple(Call(*call) for call in first["calls"])
+    return [Reply(calls=getting), Reply(calls=(setting,), thinking=thinking), Reply(last["text"])]
+
+
+def _mend(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
+    a, b = task.hidden["a"], task.hidden["b"]
+    thinking = "" if effort == "low" else task.hidden["solution"][0]["thinking"]
+    right = Reply(calls=(Call("write", {"p": f"x{a}*{b}+"}),), thinking=thinking)
+    digit = random.choice([d for d in range(10) if d != b])
+    spoiled = Reply(calls=(Call("write", {"p": f"x{a}*{digit}+"}),), thinking=thinking and thinking[:-1] + str(digit))
+    if effort == "max" and wrong and random.random() < 0.7:  # what was wrong is seen and written anew
+        return [spoiled, right, Reply("ok")]
+    return [spoiled if wrong else right, Reply("ok")]
+
+
+def domains() -> dict[str, Domain]:
+    """The three, by name."""
+    found = (
+        Domain("general", "ladder", "thinking", AnswerEnvironment, _climb),
+        Domain("agent", "ledger", "output", Ledger, _keep),
+        Domain("coding", "program", "output", Workbench, _mend),
+    )
+    return {domain.name: domain for domain in found}
+
+
+def demonstrations(
+    chosen: Sequence[Domain], count: int, split: str = "train", mistakes: Mistakes | None = None
+) -> list[dict[str, Any]]:
+    """`count` conversations of each domain, the efforts in turn, shuffled. A domain with fewer tasks repeats them."""
+    mistakes = mistakes or Mistakes()
+    random = Random(f"demonstrations {mistakes.seed} {split}")
+    made = []
+    for domain in chosen:
+        stream, seen = domain.tasks(split, mistakes.seed), list[Task]()
+        for number in range(count):
+            task = next(stream, None)
+            seen += [task] if task else []
+            task = task or seen[number % len(seen)]
+            made.append(domain.demonstration(task, EFFORTS[number % 3], random, mistakes.share))
+    random.shuffle(made)
+    return made
+
+
+# ---------------------------------------------------------------------- tokenizer and model
+
+
+@cache
+def small_tokenizer() -> Tokenizer:
+    """Bytes and merges of the markup's words; what holds a digit is left out of their training."""
+    made = demonstrations([*domains().values()], 60)
+    pieces = [
+        piece.text
+        for row in made
+        for piece in render(row["messages"], row.get("tools"), thinking_effort=row["effort"], sentences=SENTENCES)
+        if not piece.allow_special and not any(map(str.isdigit, piece.text))
+    ]
+    return train_tokenizer(pieces, 512 + MERGES)
+
+
+def small_model(preset: str = "small") -> K3Config:
+    """Sizes for minutes on two cores: quick has 0.9 M parameters, small 1.5 M."""
+    sizes = {"quick": K3Config.tiny().at_depth(4), "small": K3Config.tiny()}
+    if preset not in sizes:
+        raise ValueError(f"preset is {preset!r}; allowed: {', '.join(sizes)}")
+    return sizes[preset].with_vocabulary(small_tokenizer().vocab_size)
