@@ -80,9 +80,9 @@ class Tokens:
                 lengths = f"{count} tokens, {len(logprobs)} log-probabilities and {len(trained)} marks"
                 raise ValueError(f"answer {number} has {lengths}; the three must be equal")
         counts = torch.tensor([count for count, _, _ in answers], dtype=torch.int64)
-        logprobs = torch.tensor([value for _, values, _ in answers for value in values])
+        said = torch.tensor([value for _, values, _ in answers for value in values], dtype=torch.float32)
         marks = torch.tensor([mark for _, _, values in answers for mark in values], dtype=torch.bool)
-        return cls(torch.arange(len(answers)).repeat_interleave(counts), logprobs, marks)
+        return cls(torch.arange(len(answers)).repeat_interleave(counts), said, marks)
 
     @property
     def count(self) -> int:
