@@ -3,14 +3,15 @@
     KDAState      fixed size: the last W-1 inputs of the short convolutions, and the matrix S (H, K, V) per sequence
     LatentCache   grows by 576 values a token: the normalised latent and the shared key part, never expanded
     ModelState    one of them per layer, and the number of tokens read
+    PackedState   those of several sequences, for a packed row with a document of each
 
-All sequences of a batch advance together. A forward call replaces the tensors here; it never writes into a tensor that
-a clone or a snapshot could share.
+All sequences of a batch advance together; those of a packed row each by its own document. A forward call replaces the
+tensors here; it never writes into a tensor that a clone or a snapshot could share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -119,11 +120,66 @@ class LatentCache:
         return copy
 
 
+class PackedLatents:
+    """The rows of several sequences, each with a cache of its own."""
+
+    def __init__(self, each: list[LatentCache]) -> None:
+        self.each = each
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Of the first that differs, if one does."""
+        layouts = [cache.layout for cache in self.each]
+        return next((layout for layout in layouts if layout != layouts[0]), layouts[0])
+
+    def mark(self) -> Callable[[], None]:
+        """A function that brings this moment back."""
+        marks = [cache.mark() for cache in self.each]
+
+        def rollback() -> None:
+            for back in marks:
+                back()
+
+        return rollback
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class ModelState:
+class _State:
+    """Memory by layer, as a forward call moves it on."""
+
+    layers: Sequence[KDAState | LatentCache | PackedLatents]
+    tokens: int
+
+    def check(self, cfg: K3Config, dtype: torch.dtype) -> None:
+        """ValueError unless this state belongs to a model of `cfg` that computes in `dtype`."""
+        if len(self.layers) != cfg.num_hidden_layers:
+            raise ValueError(f"the state has {len(self.layers)} layers, the model {cfg.num_hidden_layers}")
+        wide, heads, dim = _wide(dtype), cfg.kda_num_heads, cfg.kda_head_dim
+        conv = (3, cfg.short_conv_kernel_size - 1, heads * dim)
+        fixed = ("kda", conv, (heads, dim, dim), wide, wide)
+        growing = ("mla", cfg.latent_cache_size, dtype)
+        for l, (layer, kind) in enumerate(zip(self.layers, cfg.kinds)):
+            wanted = growing if kind == "mla" else fixed
+            if layer.layout != wanted:
+                raise ValueError(f"layer {l} of the state holds {layer.layout}, the model needs {wanted}")
+
+    @contextmanager
+    def unless_it_fails(self) -> Iterator[None]:
+        """A `with` block that advances this state wholly or, when it raises, not at all."""
+        tokens, marks = self.tokens, [layer.mark() for layer in self.layers]
+        try:
+            yield
+        except BaseException:
+            self.tokens = tokens
+            for rollback in marks:
+                rollback()
+            raise
+
+
+class ModelState(_State):
     """The state of a batch of sequences after `tokens` tokens each.
 
     Contract: `forward` advances it in place and returns it, and leaves it as it was if it fails; `clone()` is
@@ -131,7 +187,7 @@ class ModelState:
     """
 
     def __init__(self, layers: list[KDAState | LatentCache], tokens: int = 0) -> None:
-        self.layers = layers
+        self.layers: list[KDAState | LatentCache] = layers
         self.tokens = tokens
 
     @classmethod
@@ -163,31 +219,6 @@ class ModelState:
         """An independent copy: advancing one never changes the other."""
         return ModelState([layer.clone() for layer in self.layers], self.tokens)
 
-    def check(self, cfg: K3Config, dtype: torch.dtype) -> None:
-        """ValueError unless this state belongs to a model of `cfg` that computes in `dtype`."""
-        if len(self.layers) != cfg.num_hidden_layers:
-            raise ValueError(f"the state has {len(self.layers)} layers, the model {cfg.num_hidden_layers}")
-        wide, heads, dim = _wide(dtype), cfg.kda_num_heads, cfg.kda_head_dim
-        conv = (3, cfg.short_conv_kernel_size - 1, heads * dim)
-        fixed = ("kda", conv, (heads, dim, dim), wide, wide)
-        growing = ("mla", cfg.latent_cache_size, dtype)
-        for l, (layer, kind) in enumerate(zip(self.layers, cfg.kinds)):
-            wanted = growing if kind == "mla" else fixed
-            if layer.layout != wanted:
-                raise ValueError(f"layer {l} of the state holds {layer.layout}, the model needs {wanted}")
-
-    @contextmanager
-    def unless_it_fails(self) -> Iterator[None]:
-        """A `with` block that advances this state wholly or, when it raises, not at all."""
-        tokens, marks = self.tokens, [layer.mark() for layer in self.layers]
-        try:
-            yield
-        except BaseException:
-            self.tokens = tokens
-            for rollback in marks:
-                rollback()
-            raise
-
     def snapshot(self) -> Snapshot:
         """A read-only copy of this moment; `snapshot().restore()` gives a fresh state to continue from."""
         return Snapshot(self.clone())
@@ -200,6 +231,46 @@ class ModelState:
                 yield f"layers.{l}.recurrent", layer.recurrent
             else:
                 yield f"layers.{l}.latents", layer.latents
+
+
+class PackedState(_State):
+    """The states of several sequences, whatever each has read, as one for documents of a packed row.
+
+    packed = PackedState(states)            each has a batch of one
+    model.hidden_states(ids, cu_seqlens=bounds, state=packed)
+    packed.unpack()                         now `states` have read their documents
+
+    KDA memories are copied side by side, and back; latents are appended where they are.
+    """
+
+    def __init__(self, states: Sequence[ModelState]) -> None:
+        if not states or any(state.batch_size != 1 for state in states):
+            raise ValueError(
+                f"states of {[state.batch_size for state in states]} sequences; at least one, each of 1, can be packed"
+            )
+        self.states = states
+        self.layers = [_side_by_side(layers) for layers in zip(*(state.layers for state in states), strict=True)]
+        self.tokens = 0
+        """Read since, by all together."""
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.states)
+
+    def unpack(self) -> None:
+        """Give every sequence its part."""
+        for l, layer in enumerate(self.layers):
+            if isinstance(layer, KDAState):
+                for n, state in enumerate(self.states):
+                    state.layers[l] = KDAState(layer.conv[n : n + 1], layer.recurrent[n : n + 1])
+
+
+def _side_by_side(layers: Sequence[KDAState | LatentCache]) -> KDAState | PackedLatents:
+    latents = [layer for layer in layers if isinstance(layer, LatentCache)]
+    if latents:
+        return PackedLatents(latents)
+    kda = [layer for layer in layers if isinstance(layer, KDAState)]
+    return KDAState(torch.cat([layer.conv for layer in kda]), torch.cat([layer.recurrent for layer in kda]))
 
 
 class Snapshot:

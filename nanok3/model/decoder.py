@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from nanok3.config import K3Config
 from nanok3.model.attn_res import DepthSources, mix
 from nanok3.model.basics import Linear, RMSNorm, check_cu_seqlens
-from nanok3.model.cache import KDAState, LatentCache, ModelState
+from nanok3.model.cache import KDAState, LatentCache, ModelState, PackedLatents, PackedState
 from nanok3.model.kda import KDA
 from nanok3.model.latent_moe import LatentMoE, Routing
 from nanok3.model.mla import GatedMLA
@@ -82,7 +82,7 @@ class DecoderLayer(nn.Module):
         self,
         depth: DepthSources,
         cu_seqlens: Tensor | None = None,
-        cache: KDAState | LatentCache | None = None,
+        cache: KDAState | LatentCache | PackedLatents | None = None,
     ) -> None:
         """Advance `depth` by this layer's two outputs."""
         h = self._read(depth, "self_attention")
@@ -99,7 +99,7 @@ class DecoderLayer(nn.Module):
         self,
         h: Float[Tensor, "B T D"],
         cu_seqlens: Tensor | None = None,
-        cache: KDAState | LatentCache | None = None,
+        cache: KDAState | LatentCache | PackedLatents | None = None,
     ) -> Float[Tensor, "B T D"]:
         """Mix over tokens."""
         attended: Tensor = self.self_attn(self.input_layernorm(h), cu_seqlens, cache)
@@ -134,7 +134,7 @@ class Backbone(nn.Module):
         self,
         embedded: Float[Tensor, "B T D"],
         cu_seqlens: Int[Tensor, " n1"] | None = None,
-        state: ModelState | None = None,
+        state: ModelState | PackedState | None = None,
         hidden: Hidden | None = None,
     ) -> Float[Tensor, "B T D"]:
         depth = DepthSources(embedded)
@@ -214,11 +214,11 @@ class K3(nn.Module):
         pixel_values: Float[Tensor, "N 3 P P"] | None = None,
         grid_thw: Int[Tensor, "items 3"] | None = None,
         cu_seqlens: Int[Tensor, " n1"] | None = None,
-        state: ModelState | None = None,
+        state: ModelState | PackedState | None = None,
         features: Float[Tensor, "rows D"] | None = None,
     ) -> Float[Tensor, "B T D"]:
         """The final normed hidden, before the head: what a loss in chunks, or a draft, reads. features: what `vision`
-        made of the pictures before, in place of their pixels."""
+        made of the pictures before, in place of their pixels. state: with cu_seqlens a packed one, a document each."""
         with _wholly(state):
             return self._run(input_ids, pixel_values, grid_thw, cu_seqlens, state, None, features)
 
@@ -256,7 +256,7 @@ class K3(nn.Module):
         pixel_values: Tensor | None,
         grid_thw: Tensor | None,
         cu_seqlens: Tensor | None,
-        state: ModelState | None,
+        state: ModelState | PackedState | None,
         hidden: Hidden | None,
         features: Tensor | None,
     ) -> Tensor:
@@ -291,7 +291,7 @@ class K3(nn.Module):
             raise ValueError("packed rows need one placeholder per feature row: cu_seqlens counts expanded tokens")
         return spliced
 
-    def _check(self, input_ids: Tensor, cu_seqlens: Tensor | None, state: ModelState | None) -> None:
+    def _check(self, input_ids: Tensor, cu_seqlens: Tensor | None, state: ModelState | PackedState | None) -> None:
         if input_ids.ndim != 2 or input_ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}; it must be int64 or int32 of shape "
@@ -301,12 +301,18 @@ class K3(nn.Module):
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; there must be at least one token")
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, *input_ids.shape)
-            if state is not None:
-                raise ValueError("cu_seqlens and state exclude each other: packed documents start from empty memory")
+            if isinstance(state, ModelState):
+                raise ValueError(
+                    "cu_seqlens and state exclude each other: packed documents start from empty memory, or from a "
+                    "PackedState"
+                )
         if state is not None:
             state.check(self.cfg, self._dtype())
-            if state.batch_size != input_ids.shape[0]:
-                raise ValueError(f"the state holds {state.batch_size} sequences, input_ids {input_ids.shape[0]}")
+            packed = isinstance(state, PackedState)
+            sequences = input_ids.shape[0] if not packed else 0 if cu_seqlens is None else len(cu_seqlens) - 1
+            if state.batch_size != sequences:
+                what = "cu_seqlens" if packed else "input_ids"
+                raise ValueError(f"the state holds {state.batch_size} sequences, {what} {sequences}")
         # Elsewhere, looking at values would wait for the GPU, break a traced graph, or find none.
         if type(input_ids) is Tensor and input_ids.is_cpu and not torch.compiler.is_compiling():
             least, most = (int(bound) for bound in input_ids.aminmax())
@@ -318,7 +324,7 @@ class K3(nn.Module):
         return self.compute_dtype or self.model.embed_tokens.weight.dtype
 
 
-def _wholly(state: ModelState | None) -> AbstractContextManager[None]:
+def _wholly(state: ModelState | PackedState | None) -> AbstractContextManager[None]:
     """A block that advances `state`, if there is one, wholly or not at all."""
     return nullcontext() if state is None else state.unless_it_fails()
 

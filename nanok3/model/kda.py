@@ -525,7 +525,8 @@ class KDA(nn.Module):
         cu_seqlens: Int[Tensor, " n1"] | None = None,
         cache: KDAState | None = None,
     ) -> Float[Tensor, "B T D"]:
-        """x: the normed layer input. A cache is advanced by x's tokens."""
+        """x: the normed layer input. A cache is advanced by x's tokens; with cu_seqlens it has a memory for each
+        document, from which that goes on."""
         projected = self.project(x)
         o = self.remember(projected, cu_seqlens, cache)
         if cache is not None and cache.tape is not None:
@@ -553,6 +554,8 @@ class KDA(nn.Module):
     def _convolved(
         self, raw: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor | None, cache: KDAState | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if cu_seqlens is not None and cache is not None:
+            return self._convolved_documents(raw, cu_seqlens, cache)
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         position = None if cu_seqlens is None else position_in_document(cu_seqlens, raw[0].shape[1])
         history = (None, None, None) if cache is None else cache.conv.unbind(1)
@@ -560,6 +563,25 @@ class KDA(nn.Module):
         if cache is not None:
             cache.conv = _last_inputs(cache.conv, raw)
         return q, k, v
+
+    def _convolved_documents(
+        self, raw: tuple[Tensor, Tensor, Tensor], cu_seqlens: Tensor, cache: KDAState
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Each document stands behind the inputs before it, as a row without documents would have it; what comes out
+        at their places is dropped."""
+        taps, bounds = cache.conv.shape[2], check_cu_seqlens(cu_seqlens, raw[0].shape[0], raw[0].shape[1])
+        lengths = [end - start for start, end in zip(bounds, bounds[1:])]
+        shift = taps * torch.arange(1, len(bounds), device=cu_seqlens.device)
+        own = torch.arange(bounds[-1], device=shift.device) + shift.repeat_interleave(cu_seqlens.diff())
+        last = (cu_seqlens[1:] + shift - taps)[:, None] + torch.arange(taps, device=shift.device)
+        found, latest = [], []
+        for conv, u, before in zip((self.q_conv1d, self.k_conv1d, self.v_conv1d), raw, cache.conv.unbind(1)):
+            pairs = zip(before.to(u.dtype), u[0].split(lengths), strict=True)
+            row = torch.cat([part for pair in pairs for part in pair])
+            found.append(self._split(conv(row[None], None, None).index_select(1, own)))
+            latest.append(row[last])
+        cache.conv = torch.stack(latest, dim=1).to(cache.conv.dtype)
+        return found[0], found[1], found[2]
 
     def _output_gate(self, x: Tensor) -> Tensor:
         gate: Tensor = self.g_proj(x) if self.cfg.use_full_rank_gate else self.g_b_proj(self.g_a_proj(x))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from nanok3.config import K3Config
 from nanok3.model.basics import Linear, RMSNorm, at_least_float32, check_cu_seqlens
-from nanok3.model.cache import LatentCache
+from nanok3.model.cache import LatentCache, PackedLatents
 
 SCORES_AT_ONCE = 1 << 26
 """Scores that the absorbed form holds at a time: 256 MiB in float32."""
@@ -145,21 +145,41 @@ class GatedMLA(nn.Module):
         self,
         x: Float[Tensor, "B T D"],
         cu_seqlens: Int[Tensor, " n1"] | None = None,
-        cache: LatentCache | None = None,
+        cache: LatentCache | PackedLatents | None = None,
     ) -> Float[Tensor, "B T D"]:
-        """x: the normed layer input. A cache is advanced by x's tokens, which also read what it held before."""
+        """x: the normed layer input. A cache is advanced by x's tokens, which also read what it held before; with
+        cu_seqlens it has one for each document."""
         q, latents = self.queries(x), self.latents(x)
-        if cache is not None and cache.tokens:
-            o = self._with_earlier(q, cache.append(latents))
+        if isinstance(cache, PackedLatents):
+            assert cu_seqlens is not None
+            o = self._documents(q, latents, cu_seqlens, cache)
         else:
-            if cache is not None:
-                cache.append(latents)
-            k, v = self.keys_values(latents)
-            o = causal_attention(q, k, v, self.scale, cu_seqlens)
+            o = self._read(q, latents, cu_seqlens, cache)
         o = o.flatten(2)
         if self.cfg.mla_use_output_gate:
             o = o * torch.sigmoid(at_least_float32(self.g_proj(x)))
         return self.o_proj(o.to(x.dtype))
+
+    def _read(self, q: Tensor, latents: Tensor, cu_seqlens: Tensor | None, cache: LatentCache | None) -> Tensor:
+        """What the tokens with these rows find among those that they see."""
+        if cache is not None and cache.tokens:
+            return self._with_earlier(q, cache.append(latents))
+        if cache is not None:
+            cache.append(latents)
+        k, v = self.keys_values(latents)
+        return causal_attention(q, k, v, self.scale, cu_seqlens)
+
+    def _documents(self, q: Tensor, latents: Tensor, cu_seqlens: Tensor, cache: PackedLatents) -> Tensor:
+        """Documents that go on from rows of their own; all at once where none has any."""
+        bounds = check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
+        lengths = [end - start for start, end in zip(bounds, bounds[1:])]
+        rows = latents.split(lengths, dim=1)
+        if any(one.tokens for one in cache.each):
+            documents = zip(q.split(lengths, dim=1), rows, cache.each, strict=True)
+            return torch.cat([self._read(a, b, None, one) for a, b, one in documents if a.shape[1]], dim=1)
+        for part, one in zip(rows, cache.each, strict=True):
+            one.append(part)
+        return self._read(q, latents, cu_seqlens, None)
 
     def queries(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H K"]:
         """[nope | rope] per head."""

@@ -1,20 +1,25 @@
 """What the scheduler decided, done by the model: pieces of sequences go in, logits come out.
 
 Two ways of the same numbers. Pieces of a few tokens (decoding, the ends of prompts) go together, row by row, through
-the native step, which reads pages where they lie. Longer pieces of a prompt go one sequence at a time through the
-model: its KDA states are views of the sequence's pages, its latents are copied out of them and the new ones back. Where
-the native step does not apply (another device, float64, no compiler) everything goes the second way, and so do pieces
-with a part of a picture.
+the native step, which reads pages where they lie. Longer pieces go through the model as the documents of one packed
+row, so that each matrix is read once for all of them: KDA states and latents are copied out of the sequences' pages,
+and back. Where the native step does not apply (another device, float64, no compiler) everything goes the second way.
+A piece with a part of a picture has a row to itself.
+
+    native     a token's numbers are the same bits, whoever else is read
+    packed     equal to float32's rounding: a product of more rows may add up in another order
 
 A piece with a draft behind it is read on trial: its latents lie where they would, but the KDA state stays as it was,
 and what would move it on is kept (model/kda_replay.py) until `keep` says how many of the tokens were right.
 
-A sequence that fails or gives NaN harms no other: logits are looked at sequence by sequence.
+A sequence that fails or gives NaN harms no other: logits are looked at sequence by sequence, and when a packed row
+fails, its pieces are read again one by one.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -24,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nanok3.model.basics import at_least_float32
-from nanok3.model.cache import KDAState, LatentCache, ModelState, Projected
+from nanok3.model.cache import KDAState, LatentCache, ModelState, PackedState, Projected
 from nanok3.model.decoder import K3
 from nanok3.model.kda import KDA
 from nanok3.model.kda_replay import replay
@@ -38,6 +43,8 @@ from nanok3.serve.sequence import Sequence
 
 if TYPE_CHECKING:
     from nanok3.model.native_decode import SequenceMemory
+
+log = logging.getLogger("nanok3")
 
 TOGETHER = 16
 """Tokens of a piece that still goes row by row; more are faster as one matrix."""
@@ -97,7 +104,15 @@ class Runner:
         if together:
             results.update(self._read_together(together))
         done = {piece.sequence.id for piece in together}
-        for piece in work:
+        rest = [piece for piece in work if piece.sequence.id not in done]
+        packed = [piece for piece in rest if not piece.draft and not self._shows_picture(piece)]
+        if len(packed) > 1:
+            try:
+                results.update(self._read_packed(packed, all_logits))
+                done |= {piece.sequence.id for piece in packed}
+            except Exception as error:  # one's own: nothing was written, and alone it shows whose
+                log.warning("%d pieces are read one by one: %s", len(packed), error)
+        for piece in rest:
             name = piece.sequence.id
             if name in done:
                 continue
@@ -139,10 +154,11 @@ class Runner:
             self.eyes.forget()
 
     def _is_short(self, piece: Work) -> bool:
-        if self.native is None or piece.count > TOGETHER:
-            return False
-        start, end = piece.start, piece.start + piece.count
-        return not any(picture.start < end and start < picture.end for picture in piece.sequence.pictures)
+        return self.native is not None and piece.count <= TOGETHER and not self._shows_picture(piece)
+
+    @staticmethod
+    def _shows_picture(piece: Work) -> bool:
+        return any(one.start < piece.end and piece.start < one.end for one in piece.sequence.pictures)
 
     def _read_together(self, work: list[Work]) -> dict[str, Tensor]:
         """All pieces in one native call."""
@@ -188,6 +204,33 @@ class Runner:
         memory.record_on(None)
         return memory
 
+    def _read_packed(self, work: list[Work], all_logits: frozenset[str]) -> dict[str, Tensor]:
+        """All pieces as the documents of one row."""
+        device = self.arena.bytes.device
+        bounds = [0, *itertools.accumulate(piece.count for piece in work)]
+        states = [self._state(piece.sequence, piece.start) for piece in work]
+        packed = PackedState(states)
+        ids = torch.tensor([[token for piece in work for token in piece.ids]], device=device)
+        with taps(self.model, self._tapped) as found:
+            final = self.model.hidden_states(ids, cu_seqlens=torch.tensor(bounds, device=device), state=packed)[0]
+        packed.unpack()
+        self._follow(work, found)
+        for piece, state in zip(work, states):
+            self._write_back(piece.sequence, piece.start, state)
+        rows = {
+            piece.sequence.id: part if piece.sequence.id in all_logits else part[-1:]
+            for piece, part in zip(work, final.split([piece.count for piece in work]))
+            if piece.last or piece.sequence.id in all_logits
+        }
+        return self._logits(rows)
+
+    def _logits(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of all hidden rows at once."""
+        if not rows:
+            return {}
+        logits = at_least_float32(self.model.lm_head(torch.cat(list(rows.values()))))
+        return dict(zip(rows, logits.split([len(part) for part in rows.values()])))
+
     def _read_alone(self, piece: Work, every: bool) -> Float[Tensor, "rows vocab"] | None:
         """One piece through the model."""
         sequence = piece.sequence
@@ -200,15 +243,18 @@ class Runner:
                 final = self.model.hidden_states(ids, state=state)
             else:
                 final = self.eyes.hidden_states(ids, sequence.pictures, state, sequence)
-        self._follow(piece, found)
+        self._follow([piece], found)
         self._write_back(sequence, piece.start, state)
         if not every and not piece.last:
             return None
         return at_least_float32(self.model.lm_head(final if every else final[:, -1:])[0])
 
-    def _follow(self, piece: Work, found: dict[int, Tensor]) -> None:
+    def _follow(self, work: list[Work], found: dict[int, Tensor]) -> None:
+        """Of pieces that stand one after the other in a row."""
         if self.drafter is not None:
-            self.drafter.follow(piece, torch.stack([found[layer][0] for layer in self._tapped], dim=1))
+            features = torch.stack([found[layer][0] for layer in self._tapped], dim=1)
+            for piece, part in zip(work, features.split([piece.count for piece in work])):
+                self.drafter.follow(piece, part)
 
     def _try_alone(self, piece: Work, ids: Tensor, state: ModelState) -> Float[Tensor, "rows vocab"]:
         """One piece with a draft: its latents are written, its state is not."""
@@ -219,7 +265,7 @@ class Runner:
                 tapes.append(layer.tape)
         with taps(self.model, self._tapped) as found:
             final = self.model.hidden_states(ids, state=state)
-        self._follow(piece, found)
+        self._follow([piece], found)
         for mla, cache in enumerate(layer for layer in state.layers if isinstance(layer, LatentCache)):
             self.arena.write_rows(sequence.pages, mla, piece.start, cache.latents[0, piece.start :])
         self._trials[sequence] = _Trial(projected=tapes)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nanok3.config import K3Config
+from nanok3.model.cache import KDAState, PackedState
 from nanok3.model.decoder import K3, Output
 from nanok3.model.kda import KDA
 from nanok3.model.latent_moe import Routing
@@ -362,3 +363,70 @@ def test_int32_ids_read_the_same():
 def test_a_state_of_another_model_is_refused(other, words):
     with pytest.raises(ValueError, match=words):
         build()(draw_ids(1, 3), state=other().new_state(1))
+
+
+# ------------------------------------------------------------------ several sequences in one row, each going on
+
+
+def packed_and_alone(model, befores, lengths, poisoned=None):
+    """Read `befores` tokens of each sequence alone, then `lengths` more: alone again, and all in one packed row."""
+    states = []
+    for count in befores:
+        states.append(model.new_state(1))
+        if count:
+            model.hidden_states(draw_ids(1, count), state=states[-1])
+    if poisoned is not None:
+        for layer in states[poisoned].layers:
+            if isinstance(layer, KDAState):
+                layer.recurrent = torch.full_like(layer.recurrent, torch.nan)
+    rows, alone = [draw_ids(1, count) for count in lengths], [state.clone() for state in states]
+    wanted = [model.hidden_states(row, state=state) for row, state in zip(rows, alone)]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+    packed = PackedState(states)
+    found = model.hidden_states(torch.cat(rows, dim=1), cu_seqlens=bounds, state=packed).split(lengths, dim=1)
+    packed.unpack()
+    return list(zip(found, wanted, states, alone))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 2e-4)])
+@torch.no_grad()
+def test_sequences_that_go_on_in_one_row_are_those_alone(variant, dtype, tolerance):
+    """Fresh ones beside ones that have read, one token beside a long chunk; and once more with none that has read."""
+    model = build(dtype, **VARIANTS[variant])
+    for befores in [(0, 1, 2, 40, 17, 0), (0, 0, 0)]:
+        lengths = [70, 1, 2, 33, 16, 3][: len(befores)]
+        for found, wanted, state, alone in packed_and_alone(model, befores, lengths):
+            close(found, wanted, tolerance)
+            for (name, a), (_, b) in zip(state.tensors(), alone.tensors()):
+                assert a.shape == b.shape, name
+                close(a, b, tolerance)
+
+
+@torch.no_grad()
+def test_a_packed_sequence_of_nan_harms_no_other():
+    for dtype in (torch.float64, torch.float32):
+        rows = packed_and_alone(build(dtype), (5, 20, 0), [40, 40, 40], poisoned=1)
+        assert rows[1][0].isnan().any()
+        for found, wanted, state, _ in (rows[0], rows[2]):
+            close(found, wanted, 2e-4)
+            assert all(torch.isfinite(tensor).all() for _, tensor in state.tensors())
+
+
+def test_a_packed_state_wants_a_document_for_each_and_moves_wholly():
+    model = build()
+    states = [model.new_state(1) for _ in range(2)]
+    for bounds in ([0, 6], [0, 2, 4, 6]):
+        with pytest.raises(ValueError, match="the state holds 2 sequences, cu_seqlens"):
+            model.hidden_states(draw_ids(1, 6), cu_seqlens=torch.tensor(bounds), state=PackedState(states))
+    with pytest.raises(ValueError, match="the state holds 2 sequences, cu_seqlens 0"):
+        model.hidden_states(draw_ids(1, 6), state=PackedState(states))
+    with pytest.raises(ValueError, match="at least one, each of 1, can be packed"):
+        PackedState([model.new_state(2)])
+    model.model.norm.forward = lambda x: 1 / 0
+    packed = PackedState(states)
+    with pytest.raises(ZeroDivisionError):
+        model.hidden_states(draw_ids(1, 6), cu_seqlens=torch.tensor([0, 2, 6]), state=packed)
+    packed.unpack()
+    for state in states:
+        assert all(not tensor.any() for _, tensor in state.tensors())

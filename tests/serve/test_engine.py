@@ -191,6 +191,44 @@ def test_nan_ends_its_own_request_alone(model):
     is_the_models_own(model, range(3, 41), after)
 
 
+@pytest.mark.parametrize("which", ["model", "native_model"])
+def test_prompts_read_in_one_row_are_those_read_alone(which, request):
+    """One token beside a long prompt, prompts that go on from cached ones at other boundaries, a scored one."""
+    model = request.getfixturevalue(which)
+    engine = engine_for(model, limits=Limits(budget=512, max_sequences=8, grid=2))
+    rows, whole = [], model.hidden_states
+    model.hidden_states = lambda ids, **more: rows.append((more.get("cu_seqlens"), ids)) or whole(ids, **more)
+    try:
+        base = list(range(2, 150))
+        run(engine, job(base[:50]), job(base[40:]))
+        several = [[9], base[:50] + list(range(60, 80)), base[40:] + [3] * 33, list(range(300, 5, -1)), [8] * 17]
+        readers = run(engine, *map(job, several), job(base[:70], prompt_logprobs=True))
+    finally:
+        del model.hidden_states
+    assert any(bounds is not None and len(bounds) > 2 for bounds, _ in rows), "they were read one by one"
+    assert readers[1].outcome.cached_tokens and readers[2].outcome.cached_tokens
+    within = 1e-9 if which == "model" else 1e-4
+    for prompt, reader in zip([*several, base[:70]], readers, strict=True):
+        is_the_models_own(model, prompt, reader, within)
+    assert len(readers[-1].outcome.prompt_logprobs) == 69
+
+
+def test_who_fails_in_a_row_of_several_fails_alone(native_model):
+    engine, whole = engine_for(native_model, limits=Limits(budget=512)), native_model.hidden_states
+
+    def fails(ids, **more):
+        return 1 / 0 if bool((ids == 13).any()) else whole(ids, **more)
+
+    native_model.hidden_states = fails
+    try:
+        good, bad, other = run(engine, job(range(20, 60)), job([13] * 40), job(range(100, 140)))
+    finally:
+        del native_model.hidden_states
+    assert bad.outcome.finish_reason == "error" and "division" in bad.outcome.error
+    is_the_models_own(native_model, range(20, 60), good, 1e-4)
+    is_the_models_own(native_model, range(100, 140), other, 1e-4)
+
+
 def test_a_reader_that_raises_ends_alone(model):
     class Broken(Kept):
         def push(self, token):
