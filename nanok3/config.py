@@ -542,8 +542,8 @@ def _validate_text(cfg: K3Config, refuse: Callable[[str, str], None]) -> None:
         value = getattr(cfg, name)
         if value is not None and not 0 <= value < cfg.vocab_size:
             refuse(name, f"it must be an id below vocab_size = {cfg.vocab_size}")
-    if cfg.num_nextn_predict_layers:
-        refuse("num_nextn_predict_layers", "only 0 is supported: the release carries no prediction layer")
+    if cfg.num_nextn_predict_layers > 1:
+        refuse("num_nextn_predict_layers", "only 0 and 1 are supported: K3 was trained with one prediction layer")
     if cfg.expert_format == "mxfp4-pack-quantized":
         for name in ("routed_expert_hidden_size", "moe_intermediate_size"):
             value = getattr(cfg, name) or cfg.hidden_size

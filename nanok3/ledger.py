@@ -42,7 +42,9 @@ PRESETS = ("tiny", "small", "base", "k3")
 EMBEDDING, HEAD, KDA, MLA, DENSE = "embedding", "head", "KDA", "gated MLA", "dense MLP"
 ROUTED, SHARED, ROUTER, LATENT = "routed experts", "shared experts", "routers", "latent projections"
 DEPTH, NORMS, VISION, PROJECTOR = "attention residuals", "norms", "vision tower", "projector"
-COMPONENTS = (EMBEDDING, KDA, MLA, DENSE, ROUTED, SHARED, ROUTER, LATENT, DEPTH, NORMS, HEAD, VISION, PROJECTOR)
+PREDICTION = "prediction layer"
+_OF_TEXT = (EMBEDDING, KDA, MLA, DENSE, ROUTED, SHARED, ROUTER, LATENT, DEPTH, NORMS, HEAD, PREDICTION)
+COMPONENTS = (*_OF_TEXT, VISION, PROJECTOR)
 
 
 # ---------------------------------------------------------------------- numbers as people write them
@@ -193,6 +195,7 @@ def weights(cfg: K3Config) -> tuple[Weight, ...]:
         (cfg.num_hidden_layers - kda, _mla(cfg)),
         (cfg.num_hidden_layers - moe, _mlp(cfg, DENSE, "mlp", cfg.intermediate_size)),
         (moe, _moe(cfg)),
+        (cfg.num_nextn_predict_layers, _prediction(cfg)),
         (1, _vision(cfg)),
     ]
     found = [replace(w, copies=w.copies * n, used=w.used * n) for n, group in groups for w in group if n]
@@ -296,6 +299,17 @@ def _moe(cfg: K3Config) -> Iterator[Weight]:
         yield _matrix(LATENT, "up", _layer(cfg, "block_sparse_moe.routed_expert_up_proj"), D, L)
     if cfg.num_shared_experts:
         yield from _mlp(cfg, SHARED, "block_sparse_moe.shared_experts", cfg.shared_size)
+
+
+def _prediction(cfg: K3Config) -> Iterator[Weight]:
+    """One MLA layer with experts, and what joins a feature to a token (model/mtp.py): it learns beside the model, which
+    says a token without it."""
+    D = cfg.hidden_size
+    own = [_vector(NORMS, "norms", _layer(cfg, f"{n}.weight"), D) for n in ("enorm", "hnorm", "shared_head.norm")]
+    own += [_vector(NORMS, "norms", _layer(cfg, f"{n}_layernorm.weight"), D) for n in ("input", "post_attention")]
+    own.append(_matrix(PREDICTION, "token and feature", _layer(cfg, "eh_proj"), D, 2 * D))
+    for weight in (*own, *_mla(cfg), *_moe(cfg)):
+        yield replace(weight, component=PREDICTION, used=0)
 
 
 def _merged(cfg: K3Config) -> int:
@@ -426,6 +440,14 @@ def flops_per_token(cfg: K3Config, context: int, training: bool = False) -> floa
     """Operations a token in a sequence of `context` tokens: the forward, or forward and backward (three times as much:
     the backward makes two products for each of the forward's). Recomputation is not counted."""
     return prefill_flops(cfg, context).total * (3 if training else 1)
+
+
+def prediction_flops(cfg: K3Config, context: int) -> float:
+    """Operations a token of the prediction layer, and of the head that reads it, in the forward of training."""
+    D, expert = cfg.hidden_size, 3 * cfg.moe_intermediate_size * cfg.latent_size
+    once = sum(w.parameters for w in (*_mla(cfg), *_moe(cfg)) if w.multiplies and w.component != ROUTED)
+    matrices = once + 2 * D * D + cfg.num_experts_per_token * expert + cfg.vocab_size * D
+    return 2.0 * matrices + cfg.num_attention_heads * (cfg.qk_head_dim + cfg.v_head_dim) * (context + 1)
 
 
 def vision_flops(cfg: K3Config, patches: int) -> float:

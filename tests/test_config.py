@@ -590,7 +590,7 @@ RULES = [
     ("topk_group", 2, "only 1 is supported"),
     # the rest
     ("tie_word_embeddings", True, "only false is supported"),
-    ("num_nextn_predict_layers", 1, "only 0 is supported"),
+    ("num_nextn_predict_layers", 2, "only 0 and 1 are supported"),
     ("dtype", "int8", "allowed: bfloat16, float16, float32, float64"),
     ("model_type", "kimi_k2", "allowed: 'kimi_k3' or 'kimi_linear'"),
     *((name, 1024, "it must be an id below vocab_size = 1024") for name in ("bos_token_id", "eos_token_id")),

@@ -5,23 +5,34 @@
              h_t = block(x)_t                         gated MLA without positions, then LatentMoE; no AttnRes
              logits of token t + 1 = head(norm(h_t))  the model's own head and embedding
 
+It learns beside the model (train/mtp.py), of which it is a part then: `attach` hangs it on, `save_prediction` and
+`load_prediction` keep it beside the model's weights.
+
+    mtp.safetensors       model.layers.N.{enorm, hnorm, eh_proj, shared_head.norm, self_attn.*, block_sparse_moe.*, ...}
+    config.json           num_nextn_predict_layers = 1             N = num_hidden_layers, one past the last layer
+
 The feature is what the model read of its depth for the last time, before its final norm. A draft mixes in two earlier
 ones, what the first layers behind AttnRes blocks 1 and 4 read, through a matrix that begins as [0 0 I], so that it
 starts out as the prediction layer; after its first guess it goes on with its own h in place of the feature.
 
 K3's prediction layer is in no release. The names are those that vLLM reads (enorm, hnorm, eh_proj, mtp_block,
-shared_head.norm). Ours: which read of depth a block's output is, the feature before a document, and where there are not
-eight blocks, the half of them in place of the fourth.
+shared_head.norm); in a file the block's stand without `mtp_block`, as in DeepSeek-V3's. Ours: which read of depth a
+block's output is, the feature before a document, where there are not eight blocks, the half of them in place of the
+fourth, and that the layer has a file of its own, which those who want the model alone need not open.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nanok3.config import K3Config
@@ -108,6 +119,90 @@ class PredictionLayer(nn.Module):
         return x
 
 
+# ---------------------------------------------------------------------- on a model, and in its folder
+
+NAME, FILE = "prediction", "mtp.safetensors"
+_STACKED = re.compile(r"(?P<stem>.*experts)\.(?P<matrix>w[123])$")
+
+
+def attach(model: K3) -> PredictionLayer:
+    """Hang a layer with fresh weights on a model, as its submodule `prediction`; the model's own forward passes it by.
+    On the device of the model, in float32."""
+    layer = PredictionLayer(model.cfg)
+    draw(layer, model.cfg.initializer_range)
+    model.add_module(NAME, layer.to(model.lm_head.weight.device))
+    return layer
+
+
+def prediction_of(model: nn.Module) -> PredictionLayer | None:
+    """The layer that hangs on a model, if one does."""
+    layer = model._modules.get(NAME)
+    assert layer is None or isinstance(layer, PredictionLayer)
+    return layer
+
+
+def draw(layer: PredictionLayer, std: float) -> None:
+    """Fresh weights by the model's rules."""
+    for module in layer.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset(std)
+
+
+def save_prediction(model: K3, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Add the layer to a folder in which the model was saved; nothing without one. Written aside and renamed, the
+    config last."""
+    layer = prediction_of(model)
+    if layer is None:
+        return
+    tensors: dict[str, Tensor] = {}
+    for name, value in layer.state_dict().items():
+        wide = torch.promote_types(dtype, torch.float32) if name.endswith("e_score_correction_bias") else dtype
+        kept = value.detach().to(device="cpu", dtype=wide)
+        for file_name, part in _in_file(model.cfg, name, kept):
+            tensors[file_name] = part.contiguous()
+    aside = folder / f".{FILE}"
+    save_file(tensors, aside, metadata={"format": "pt"})
+    aside.rename(folder / FILE)
+    replace(K3Config.from_json(folder), num_nextn_predict_layers=1).to_json(folder / "config.json")
+
+
+def load_prediction(model: K3, folder: Path) -> PredictionLayer | None:
+    """Attach the layer that lies beside a model's weights, in float32; None where its config names none. ValueError
+    for a file that is missing or another model's."""
+    if not K3Config.from_json(folder).num_nextn_predict_layers:
+        return None
+    layer = attach(model)
+    try:
+        found = load_file(folder / FILE)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder / FILE}: cannot be read ({' '.join(str(error).split())[:200]})") from None
+    for name, value in layer.state_dict().items():
+        for file_name, part in _in_file(model.cfg, name, value):
+            stored = found.pop(file_name, None)
+            if stored is None or stored.shape != part.shape:
+                wrong = "is missing" if stored is None else f"is {list(stored.shape)}, expected {list(part.shape)}"
+                raise ValueError(f"{folder / FILE}: {file_name} {wrong}")
+            part.copy_(stored)
+    if found:
+        raise ValueError(f"{folder / FILE}: {len(found)} tensors are unknown, the first is {min(found)}")
+    return layer
+
+
+def _in_file(cfg: K3Config, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file that one of the layer's is, as views of it: experts one by one."""
+    stem = f"{cfg.text_prefix}model.layers.{cfg.num_hidden_layers}.{name.removeprefix('mtp_block.')}"
+    experts = _STACKED.match(stem)
+    if experts is None:
+        yield stem, value
+        return
+    for e, matrix in enumerate(value):
+        yield f"{experts['stem']}.{e}.{experts['matrix']}.weight", matrix
+
+
+# ---------------------------------------------------------------------- the draft
+
+
 class Draft(nn.Module):
     """A prediction layer that reads three depths of the model."""
 
@@ -120,10 +215,7 @@ class Draft(nn.Module):
 
     def reset_parameters(self) -> None:
         """As `K3`; the fusion takes the last feature alone."""
-        for module in self.layer.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if reset is not None:
-                reset(self.cfg.initializer_range)
+        draw(self.layer, self.cfg.initializer_range)
         D = self.cfg.hidden_size
         with torch.no_grad():
             self.fusion.weight.zero_()[:, 2 * D :].copy_(torch.eye(D))

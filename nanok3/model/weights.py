@@ -399,6 +399,7 @@ def save(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     cfg = replace(with_expert_format(model.cfg, experts), dtype=str(dtype).removeprefix("torch."))
+    cfg = replace(cfg, num_nextn_predict_layers=0)  # model/mtp.py adds one
     specs = disk_tensors(cfg, packed=experts == "mxfp4")
     shards = _shards(specs, max_shard_bytes, dtype)
     names = [SINGLE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in _from_1(shards)]

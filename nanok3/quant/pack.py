@@ -53,7 +53,9 @@ def pack_experts(
             halves = [quantize_mxfp4(weight, rule) for weight in stack]  # float64 of one expert at a time
             packed._buffers[f"{matrix}_packed"] = torch.stack([nibbles for nibbles, _ in halves])
             packed._buffers[f"{matrix}_scale"] = torch.stack([scale for _, scale in halves])
-            found.append(rounding(int(re.findall(r"\d+", name)[0]), matrix, stack, *packed.stored(matrix)))
+            layer = re.search(r"layers\.(\d+)", name)
+            number = int(layer[1]) if layer else model.cfg.num_hidden_layers  # the one that guesses ahead
+            found.append(rounding(number, matrix, stack, *packed.stored(matrix)))
         moe.experts = packed.train(experts.training)
         progress(done + 1, len(layers))
     return found

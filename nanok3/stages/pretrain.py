@@ -213,6 +213,7 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
     from nanok3.data.loader import MixtureLoader
     from nanok3.data.prepared import Prepared
     from nanok3.model.decoder import K3
+    from nanok3.model.mtp import attach
     from nanok3.train.checkpoint import latest, load_checkpoint
     from nanok3.train.loop import Trainer
     from nanok3.train.machine import choose_device, choose_precision
@@ -237,7 +238,10 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
         print(f"going on from {checkpoint}")
     else:
         torch.manual_seed(settings.seed)
-        model = K3(model_config(args, data.manifest["vocab_size"]))
+        cfg = model_config(args, data.manifest["vocab_size"])
+        model = K3(replace(cfg, num_nextn_predict_layers=int(settings.mtp_weight > 0)))
+        if settings.mtp_weight:
+            attach(model)
     check_pads(data, model.cfg)
     device = choose_device(args.device)
     model.to(device)
@@ -369,6 +373,7 @@ def finish(args: PretrainArgs, trainer: Trainer, data: Prepared) -> None:
     """model/, the measurements on held-out text, and report.html."""
     from nanok3.data.files import write_file
     from nanok3.model.decoder import K3
+    from nanok3.model.mtp import save_prediction
     from nanok3.model.weights import save
     from nanok3.stages import eval
     from nanok3.train.report import write_report
@@ -378,6 +383,7 @@ def finish(args: PretrainArgs, trainer: Trainer, data: Prepared) -> None:
     trainer.model.compute_dtype = None
     with trainer.qat.projected():  # what was trained is what is served
         save(trainer.model, folder)
+        save_prediction(trainer.model, folder)
     data.tokenizer().save(folder)
     write_file(folder / "nanok3.json", (json.dumps({"stage": "pretrain"}) + "\n").encode())
     print(f"model: {folder}")

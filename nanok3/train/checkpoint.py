@@ -1,7 +1,8 @@
 """Checkpoints that are whole or absent: written aside, hashed, flushed, and renamed into place in one step.
 
     checkpoints/step-000200/
-        model/            the weights in the official layout, in float32 (they are the masters)
+        model/            the weights in the official layout, in float32 (they are the masters), and beside
+                      them those of a prediction layer that learns along
         trainer.pt        optimizer, balancing and clipping state, data position, random state, schedule
         manifest.json     sha256 of every file, written last
 
@@ -23,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 
 from nanok3.model.decoder import K3
+from nanok3.model.mtp import load_prediction, save_prediction
 from nanok3.model.weights import load, save
 
 MANIFEST = "manifest.json"
@@ -38,6 +40,7 @@ def save_checkpoint(run: Path, step: int, model: K3, trainer: dict[str, Any], ke
     aside, final = folder / f".writing-{step:06}", folder / f"step-{step:06}"
     try:
         save(model, aside / "model", dtype=torch.float32)
+        save_prediction(model, aside / "model", torch.float32)
         torch.save(trainer, aside / "trainer.pt")
     except (SafetensorError, RuntimeError) as error:  # how the two writers report a full disk
         shutil.rmtree(aside)
@@ -97,6 +100,7 @@ def latest(run: Path) -> tuple[Path | None, list[str]]:
 def load_checkpoint(checkpoint: Path) -> tuple[K3, dict[str, Any]]:
     """The model (float32 masters) and the trainer's state. The hashes are checked by `latest` or `verify`."""
     model = load(checkpoint / "model", dtype=torch.float32)
+    load_prediction(model, checkpoint / "model")
     # Whatever wrote it: the trainer moves each tensor to where its parameter is.
     trainer: dict[str, Any] = torch.load(checkpoint / "trainer.pt", weights_only=True, map_location="cpu")
     return model, trainer

@@ -2,7 +2,8 @@
 
     for each step
         pictures                   through the vision tower, where the data has any (train/sight.py)
-        for each microbatch        forward under the observers; loss over the vocabulary in chunks; backward
+        for each microbatch        forward under the observers; loss over the vocabulary in chunks, and that of the
+                                   layer that guesses ahead, if there is one (train/mtp.py); backward
                                    (with `qat`, on the experts as they will be served)
         pictures                   backward through the tower
         gradient norm              finite? no spike? clip to 1
@@ -21,26 +22,28 @@ A baseline trains in the same loop, with the same optimizer, without experts to 
 from __future__ import annotations
 
 import math
+import re
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from nanok3.baselines.frame import Baseline
-from nanok3.data.loader import Batch, MixtureLoader
+from nanok3.data.packing import Batch
 from nanok3.ledger import flops_per_token
 from nanok3.model.decoder import K3
 from nanok3.quant.qat import QAT
 from nanok3.train.checkpoint import checkpoints, save_checkpoint
 from nanok3.train.loss import count_targets, cross_entropy, step_loss
 from nanok3.train.machine import matmul_rate
+from nanok3.train.mtp import Prediction
 from nanok3.train.muon import K3Optimizer, OptimizerSettings
 from nanok3.train.qk_clip import QKClip
 from nanok3.train.quantile_balancing import QuantileBalancer
@@ -51,6 +54,20 @@ from nanok3.train.track import Tracker
 
 SCHEDULE_TICKS = 1_000_000
 """Resolution of progress in a run over minutes."""
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """Endless batches at a position that can be saved: `data.loader.MixtureLoader`, or what has its interface."""
+
+    @property
+    def streams(self) -> Iterable[Any]: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class TrainingStopped(ValueError):
@@ -83,6 +100,7 @@ class StepResult:
     pictures: int = 0
     patches: int = 0
     vision_seconds: float = 0.0  # tower and projector, forward and backward
+    mtp_loss: float | None = None  # of the prediction layer, not weighted
 
     @property
     def bits_per_byte(self) -> float:
@@ -99,7 +117,7 @@ class Trainer:
     def __init__(
         self,
         model: K3 | Baseline,
-        loader: MixtureLoader,
+        loader: Batches,
         settings: TrainSettings,
         run: Path,
         bytes_of: Tensor,
@@ -114,6 +132,7 @@ class Trainer:
         check_sight(model, [stream.source.name for stream in loader.streams if stream.source.pictures])
         self.clock = clock
         self.sight = Sight(model, clock)
+        self.mtp = Prediction(model, settings.mtp_weight)
         self.model, self.loader, self.settings, self.run = model, loader, settings, run
         self.validation, self.sample, self.say = validation or {}, sample, report
         s = settings
@@ -137,7 +156,7 @@ class Trainer:
         self.bytes_of = bytes_of.to(self.device)
         self.peak_flops = matmul_rate(model.compute_dtype or torch.float32, self.device)
         if isinstance(model, K3):
-            self.flops_per_token = flops_per_token(model.cfg, s.seq_len, training=True)
+            self.flops_per_token = flops_per_token(model.cfg, s.seq_len, training=True) + self.mtp.flops(s.seq_len)
         else:
             self.flops_per_token = model.flops_per_token(s.seq_len, training=True)
 
@@ -149,6 +168,7 @@ class Trainer:
         self.model.train()
         batches = [next(self.batches).to(self.device) for _ in range(self.settings.accumulate)]
         tokens = sum(count_targets(b.targets) for b in batches)
+        self.mtp.begin(batches)
         with self.qat.projected():
             self.sight.look(batches)
             loss = sum(self._backward(batch, tokens) for batch in batches) / max(tokens, 1)
@@ -166,15 +186,18 @@ class Trainer:
         byte_count = sum(int(self.bytes_of[b.targets.clamp(min=0)][b.targets >= 0].sum()) for b in batches)
         fractions = [(load.loads / max(float(load.loads.sum()), 1.0)).tolist() for load in loads]
         seen = (self.sight.pictures, self.sight.patches, self.sight.seconds)
-        return StepResult(loss, tokens, byte_count, grad_norm, vision, _largest(logits), fractions, ids, *seen)
+        largest = _largest(logits)
+        return StepResult(loss, tokens, byte_count, grad_norm, vision, largest, fractions, ids, *seen, self.mtp.mean)
 
     def _backward(self, batch: Batch, tokens_of_step: int) -> float:
         targets = batch.targets.view(1, -1)
         # Padding must not count as load; pictures, which predict nothing either, are work for the experts.
-        with self.balancer.observe(batch.filled), self.clip.observe():
+        with self.balancer.observe(batch.filled), self.clip.observe(), self.mtp.watch():
             hidden = self.sight.hidden(batch)
+            ahead = self.mtp.hidden(batch)
         loss_sum, _ = cross_entropy(hidden, self.model.lm_head.weight, targets)
-        step_loss(loss_sum, tokens_of_step).backward()
+        loss, second = step_loss(loss_sum, tokens_of_step), self.mtp.loss(ahead, batch)
+        (loss if second is None else loss + second).backward()
         return float(loss_sum.detach())
 
     def learning_rate(self) -> float:
@@ -275,11 +298,13 @@ class Trainer:
             load_max_over_mean=_worst(result.loads),
             dead_experts=_dead(result.loads),
             **({} if result.max_logit is None else {"max_logit": result.max_logit}),
+            **({} if result.mtp_loss is None else {"mtp_loss": result.mtp_loss}),
             **_sight_fields(result, seconds),
             seconds=p.seconds,
         )
         if p.step % self.settings.loads_every == 0 and result.loads:
-            layers = [int(name.split(".")[2]) for name in self.balancer.layers]  # model.layers.3.block_sparse_moe.gate
+            assert isinstance(self.model, K3)
+            layers = [_number(name, self.model.cfg.num_hidden_layers) for name in self.balancer.layers]
             self.track.write("loads", p.step, layers=layers, loads=result.loads)
 
     def _pass(self, seconds: float) -> None:
@@ -302,6 +327,7 @@ class Trainer:
             f"step {p.step:5d}",
             f"{min(share, 1):4.0%}",
             f"loss {result.loss:.3f}",
+            *([] if result.mtp_loss is None else [f"ahead {result.mtp_loss:.3f}"]),
             f"{result.bits_per_byte:.3f} bits/byte",
             f"{rate / 1000:.1f}k tok/s",
             f"{self.utilisation(rate):.0%} of peak",
@@ -345,9 +371,12 @@ class Trainer:
         return slices
 
     def _score(self, batches: list[Batch]) -> dict[str, float]:
-        nats, tokens, size = 0.0, 0, 0
+        nats, tokens, size, ahead, guesses = 0.0, 0, 0, 0.0, 0
         for batch in (b.to(self.device) for b in batches):
-            hidden = read(self.model, batch)
+            with self.mtp.watch():
+                hidden = read(self.model, batch)
+            more, count = self.mtp.score(batch)
+            ahead, guesses = ahead + more, guesses + count
             loss_sum, n = cross_entropy(hidden, self.model.lm_head.weight, batch.targets.view(1, -1))
             nats, tokens = nats + float(loss_sum), tokens + n
             size += int(self.bytes_of[batch.targets.clamp(min=0)][batch.targets >= 0].sum())
@@ -357,6 +386,7 @@ class Trainer:
             "bits_per_byte": bits / max(size, 1),
             "tokens": tokens,
             "bytes": size,
+            **({"mtp_loss": ahead / guesses} if guesses else {}),
         }
 
     # ------------------------------------------------------------------ state
@@ -409,6 +439,12 @@ class _Interrupts:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+
+def _number(router: str, layers: int) -> int:
+    """The layer of `model.layers.3.block_sparse_moe.gate`; the prediction layer comes after the last."""
+    found = re.match(r"model\.layers\.(\d+)\.", router)
+    return int(found[1]) if found else layers
 
 
 def _worst(loads: list[list[float]]) -> float:

@@ -243,7 +243,18 @@ def _mla(cfg: K3Config) -> dict[str, _Treatment]:
     }
 
 
+_PREDICTION: dict[str, _Treatment] = {
+    **{f"{n}.weight": _VECTOR for n in ("enorm", "hnorm", "shared_head.norm")},
+    "eh_proj.weight": _WHOLE,
+}
+
+
 def _treatment(name: str, cfg: K3Config) -> _Treatment | None:
+    if name.startswith("prediction."):
+        own = name.removeprefix("prediction.").removeprefix("mtp_block.")
+        if own.startswith("self_attn."):
+            return _mla(cfg).get(own.removeprefix("self_attn."))
+        return _LAYER.get(own, _PREDICTION.get(own))
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if layer is None:
         return _TOP.get(re.sub(r"\.blocks\.\d+\.", ".blocks.*.", name))

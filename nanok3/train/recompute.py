@@ -14,15 +14,18 @@ from nanok3.model.decoder import K3, DecoderLayer
 
 
 def recompute_activations(model: K3) -> None:
-    """Checkpoint both halves of every layer, and every block of the vision tower. Routing is recomputed from the same
-    bias, since balancing acts only after the backward; observers must not count the second pass (quantile_balancing
-    does not)."""
-    for layer in model.model.layers:
-        assert isinstance(layer, DecoderLayer)
+    """Checkpoint both halves of every layer, one that guesses ahead included, and every block of the vision tower.
+    Routing is recomputed from the same bias, since balancing acts only after the backward; observers must not count the
+    second pass (quantile_balancing does not)."""
+    for layer in decoder_layers(model):
         for half in ("attend", "feed"):
             setattr(layer, half, partial(checkpoint, getattr(layer, half), use_reentrant=False))
     for block in model.vision_tower.encoder.blocks if model.cfg.has_vision else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def decoder_layers(model: K3) -> list[DecoderLayer]:
+    return [module for module in model.modules() if isinstance(module, DecoderLayer)]
 
 
 def compile_layers(model: K3) -> None:
@@ -30,7 +33,6 @@ def compile_layers(model: K3) -> None:
     torch 2.13 refuses to trace in float32 although it runs. Minutes of start-up."""
     for name in ("_grouped_product", "_experts_cuda"):
         setattr(latent_moe, name, torch.compiler.disable(getattr(latent_moe, name)))
-    for layer in model.model.layers:
-        assert isinstance(layer, DecoderLayer)
+    for layer in decoder_layers(model):
         for half in ("attend", "feed"):
             setattr(layer, half, torch.compile(getattr(layer, half), dynamic=True))

@@ -70,7 +70,11 @@ def learning(run: Run) -> str:
     y = fit("nats per token, logarithmic", [v for _, v in loss] + [v for _, v in held_out], log=True)
     lines = [Line("each step", loss, 0, "faint", label=False), Line("training", smoothed(loss), 0)]
     lines += [Line("held out, mean of slices", held_out, 1, "dots")] if held_out else []
+    ahead = run.curve("train", "mtp_loss")
     caption = "Faint: the loss of each step. Line: its running mean."
+    if any(math.isfinite(v) for _, v in ahead):
+        lines.append(Line("of the token after the next", smoothed(ahead), 2))
+        caption += " The layer that guesses one token further has a line of its own."
     caption += " Dots: mean over the held-out slices." if held_out else ""
     bits = run.curve("train", "bits_per_byte")
     figures = [figure("Training loss", line_chart(lines, _x_axis(run, loss), y), caption)]

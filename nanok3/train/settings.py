@@ -43,6 +43,9 @@ class TrainSettings:
     """Quantization-aware training of the routed experts: off, w4a16 (weights in MXFP4), w4a8 (inputs in MXFP8 too)."""
     qat_scale_rule: str = "ceil"
     """How a block of 32 gets its power of two: ceil (nothing cut off), floor or even; of export and serving too."""
+    mtp_weight: float = 0.0
+    """Of the prediction layer's loss, which guesses the token after the next: 0 for no layer (ours; DeepSeek-V3 took
+    0.3, at the end 0.1)."""
     balance: bool = True
     """Quantile Balancing of the experts (report 2.3)."""
     qk_clip_threshold: float = 100.0
@@ -100,6 +103,8 @@ class TrainSettings:
         for name in ("warmup_fraction", "final_lr_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        if not 0 <= self.mtp_weight < float("inf"):
+            raise ValueError(f"mtp_weight is {self.mtp_weight}; it must be at least 0 and finite")
         if self.optimizer not in ("muon", "adamw"):
             raise ValueError(f"optimizer is {self.optimizer!r}; allowed: 'muon', 'adamw'")
         if self.precision not in ("auto", "float32", "bfloat16"):
