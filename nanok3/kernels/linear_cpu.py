@@ -2,7 +2,9 @@
 
     linear           y = x W^T
     grouped_linear   y = x W_e^T, rows sorted by expert, counts[e] of them for expert e
-    routed           y_t = sum over the chosen experts of p_te W2_e SiTU(W1_e z_t, W3_e z_t)
+    routed           y_t = sum over the chosen experts of p_te W2_e SiTU(W1_e z_t, W3_e z_t); or in two steps, the same
+    expert_answers   bits: the answers of some experts, others may follow when they are there,
+    weigh_answers    and their weighted sum
 
 Sums are float32 and rounded once. Weights are read as they are stored, float32, bf16 or MXFP4, and never copied.
 `linear` and `grouped_linear` are differentiable where inputs and weights are of one type; packed weights and `routed`
@@ -104,6 +106,49 @@ def routed(
     for start in range(0, z.shape[0], size):
         some = slice(start, start + size)
         _routed(z[some], chosen[some], weights[some], matrices, betas, y[some])
+    return y
+
+
+def expert_answers(
+    z: Float[Tensor, "n L"],
+    tokens: Int[Tensor, " m"],
+    counts: Int[Tensor, " E"],
+    matrices: tuple[Weight, Weight, Weight],
+    betas: tuple[float | None, float | None],
+    out: Float[Tensor, "m L"],
+) -> Float[Tensor, "m L"] | NotImplementedType:
+    """Write the answers of experts to `out`, float32: counts[e] rows for expert e, row i about z[tokens[i]]. For
+    inference."""
+    if not all(_takes(z, w, 3) for w in matrices) or len({_format(w) for w in matrices}) != 1:
+        return NotImplemented
+    if rows.through_torch(z, *(x for w in matrices for x in _tensors(w))) or not rows.readable(tokens, counts, out):
+        return NotImplemented
+    E, F, L = _shape(matrices[0])
+    fits = _shape(matrices[1]) == (E, L, F) and _shape(matrices[2]) == (E, F, L) and z.ndim == 2 and z.shape[1] == L
+    assert fits and out.shape == (len(tokens), L) and out.dtype == torch.float32 and out.is_contiguous()
+    assert counts.shape == (E,) and tokens.dtype == counts.dtype == torch.int64
+    assert not len(tokens) or 0 <= int(tokens.min()) <= int(tokens.max()) < len(z)
+    counts, tokens, z = _checked(counts, tokens), tokens.contiguous(), z.contiguous()
+    held = [_pointers(w) for w in matrices]
+    memory = [address for _, *pair in held for address in pair]
+    caps = (math.inf if beta is None else beta for beta in betas)
+    run = rows.function("linear", "expert_answers", "ptppntppppppnnffpn")
+    first = (z.data_ptr(), rows.DTYPES[z.dtype], tokens.data_ptr(), counts.data_ptr(), E, _format(matrices[0]))
+    run(*first, *memory, F, L, *caps, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def weigh_answers(
+    answers: Float[Tensor, "m L"], place: Int[Tensor, "n N"], weights: Float[Tensor, "n N"], dtype: torch.dtype
+) -> Float[Tensor, "n L"]:
+    """y_t = sum over k of weights[t, k] answers[place[t, k]], after `expert_answers` has made them all."""
+    (n, per_token), L = place.shape, answers.shape[1]
+    assert answers.dtype == torch.float32 and answers.is_contiguous() and weights.shape == place.shape
+    assert not place.numel() or 0 <= int(place.min()) <= int(place.max()) < len(answers)
+    place, weights, y = place.contiguous(), weights.float().contiguous(), torch.empty(n, L, dtype=dtype)
+    run = rows.function("linear", "weigh_answers", "pppnnnptn")
+    shape = (answers.data_ptr(), place.data_ptr(), weights.data_ptr(), n, per_token, L)
+    run(*shape, y.data_ptr(), rows.DTYPES[dtype], torch.get_num_threads())
     return y
 
 

@@ -202,11 +202,11 @@ def _routed_cpu(experts: Experts | PackedExperts, z: Tensor, routing: Routing) -
         linear_cpu.Packed(*experts.stored(name)) if isinstance(experts, PackedExperts) else experts.get_parameter(name)
         for name in ("w1", "w2", "w3")
     )
-    y = linear_cpu.routed(z, routing.chosen, routing.weights, (w1, w2, w3), _caps(experts.cfg))
+    y = linear_cpu.routed(z, routing.chosen, routing.weights, (w1, w2, w3), caps(experts.cfg))
     return None if y is NotImplemented else y
 
 
-def _caps(cfg: K3Config) -> tuple[float | None, float | None]:
+def caps(cfg: K3Config) -> tuple[float | None, float | None]:
     """The two caps of the activation; without both it is SwiGLU."""
     return (
         (None, None) if cfg.hidden_act == "silu" else (cfg.activation_situ_beta or 1.0, cfg.activation_situ_linear_beta)
@@ -222,7 +222,7 @@ def _experts_cuda(cfg: K3Config, z: Tensor, weights: tuple[Any, ...], counts: Te
 
     if not language.available():
         return None
-    (w1, w2, w3), (beta, linear_beta) = weights, _caps(cfg)
+    (w1, w2, w3), (beta, linear_beta) = weights, caps(cfg)
     form: Callable[..., Tensor] = situ_experts.expert_mlp if isinstance(w1, Tensor) else packed.packed_expert_mlp
     return form(z, w1, w2, w3, counts, beta, linear_beta)
 

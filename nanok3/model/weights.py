@@ -5,7 +5,8 @@ experts of a layer are stacked, and A_log has one entry per head (the release pa
 tensors stay float32 whatever the rest is stored in.
 
     disk_tensors(cfg)     every (name -> shape, dtype) of a checkpoint, from the config alone: 497,220 for the release
-    load(folder)          single or sharded safetensors, MXFP4-packed or plain experts; memory-mapped
+    load(folder)          single or sharded safetensors, MXFP4-packed or plain experts; memory-mapped, or with
+                          experts="stream" read when they are needed
     save(model, folder)   written to temporary names, flushed, renamed
 
 A checkpoint that does not fit is refused with one error that lists every missing, extra and misshapen tensor.
@@ -19,7 +20,7 @@ import mmap
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nanok3.config import K3Config, with_expert_format
-from nanok3.model.decoder import K3
+from nanok3.model.decoder import K3, DecoderLayer
+from nanok3.model.expert_slots import Key
 from nanok3.model.latent_moe import LatentMoE, PackedExperts
 from nanok3.model.mxfp4 import BLOCK, dequantize_mxfp4, quantize_mxfp4
+from nanok3.model.streamed_experts import (
+    ExpertFiles,
+    ExpertForm,
+    ExpertStream,
+    Stored,
+    StreamedMoE,
+    slots_of,
+    stream_of,
+)
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -199,6 +210,27 @@ def _is_file_name(name: Any) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0") and len(name) < 200
 
 
+class _Unmapped:
+    """A file that is read tensor by tensor: mapped, it would count as memory of the process under some limits."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = open(file, "rb", buffering=0)  # noqa: SIM115
+
+    def read(self, entry: _Entry) -> Tensor:
+        value = torch.empty(entry.nbytes, dtype=torch.uint8)
+        rest = value.numpy().data
+        self.file.seek(entry.offset)
+        while rest:
+            count = self.file.readinto(rest)
+            if not count:
+                raise ValueError(f"{entry.file}: truncated: {len(rest)} bytes of a tensor are missing")
+            rest = rest[count:]
+        return value.view(DTYPES[entry.dtype]).view(entry.shape)
+
+    def release(self, entry: _Entry) -> None:
+        """Nothing is held."""
+
+
 class _Mapped:
     """A memory-mapped file whose pages are given back once read, so that loading S bytes needs S bytes, not 2 S."""
 
@@ -228,18 +260,27 @@ class _Mapped:
 # ---------------------------------------------------------------------- loading
 
 
-def load(folder: str | os.PathLike[str], dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> K3:
+def load(
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    experts: str = "resident",
+    expert_memory: int | None = None,
+) -> K3:
     """Build the model of a checkpoint folder (config.json and safetensors in the official layout) and fill it.
 
     dtype None keeps the stored precision: bfloat16, float32 where the release has it, routed experts packed if they are
     stored packed (inference only). A dtype converts: float32 tensors stay float32 under bfloat16, packed experts are
-    decoded exactly. ValueError lists every tensor that is missing, extra or misshapen.
+    decoded exactly. experts 'stream' leaves the routed experts on disk, in the bytes they are stored in, and keeps at
+    most `expert_memory` bytes of them (not given: half of what is free when the rest is loaded); inference on a CPU.
+    ValueError lists every tensor that is missing, extra or misshapen.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; expected a checkpoint in the official layout")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}; allowed: a floating-point dtype or None (as stored)")
+    _check_streaming(experts, expert_memory, torch.device(device))
     cfg = K3Config.from_json(folder / "config.json")
     entries = _without_cut_layers(cfg, checkpoint_entries(folder))
     packed = any(name.endswith(".weight_packed") for name in entries)
@@ -247,10 +288,92 @@ def load(folder: str | os.PathLike[str], dtype: torch.dtype | None = None, devic
     _refuse_misfits(folder, cfg, wanted, entries)
     with torch.device("meta"):
         model = K3(cfg)
+    if experts == "stream":
+        return _load_streamed(model, wanted, entries, dtype, expert_memory)
     if packed and dtype is None:
         _pack_experts(model)
     _fill(model, wanted, entries, dtype, torch.device(device))
     return model.eval()
+
+
+def _check_streaming(experts: str, memory: int | None, device: torch.device) -> None:
+    if experts not in ("resident", "stream"):
+        raise ValueError(f"experts is {experts!r}; allowed: 'resident' or 'stream'")
+    if experts == "resident" and memory is not None:
+        raise ValueError(f"expert_memory is {memory}; it needs experts='stream'")
+    if experts == "stream" and device.type != "cpu":
+        raise ValueError(f"experts is 'stream' on device {device}; allowed: 'stream' on 'cpu', else 'resident'")
+
+
+def _load_streamed(
+    model: K3, wanted: dict[str, DiskTensor], entries: dict[str, _Entry], dtype: torch.dtype | None, memory: int | None
+) -> K3:
+    """Resident trunk first, then the experts with what is left; of their bytes nothing is read yet."""
+    cfg = model.cfg
+    routed = {name: spec for name, spec in wanted.items() if spec.expert is not None}
+    places = _expert_places(routed, entries)
+    form = _expert_form(routed, entries, dtype)
+    if memory is not None:
+        slots_of(memory, form, cfg.num_experts_per_token, len(places))
+    _fill(
+        model,
+        {n: spec for n, spec in wanted.items() if n not in routed},
+        entries,
+        dtype,
+        torch.device("cpu"),
+        _Unmapped,
+    )
+    if memory is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        memory = max(free, cfg.num_experts_per_token * form.nbytes)
+    slots = slots_of(memory, form, cfg.num_experts_per_token, len(places))
+    stream = ExpertStream(cfg, ExpertFiles(places), form, slots)
+    for layer in model.model.layers:
+        if isinstance(layer, DecoderLayer) and isinstance(layer.feed_forward, LatentMoE):
+            layer.block_sparse_moe = _streamed(layer.feed_forward, layer.layer, stream)
+    return model.eval().requires_grad_(False)
+
+
+def _streamed(moe: LatentMoE, layer: int, stream: ExpertStream) -> StreamedMoE:
+    """The same modules around experts on disk."""
+    with torch.device("meta"):
+        streamed = StreamedMoE(moe.cfg, layer, stream)
+    for name, module in moe.named_children():
+        if name != "experts":
+            setattr(streamed, name, module)
+    return streamed
+
+
+def _expert_places(routed: dict[str, DiskTensor], entries: dict[str, _Entry]) -> dict[Key, dict[str, Stored]]:
+    """Where the tensors of every expert lie."""
+    places: dict[Key, dict[str, Stored]] = {}
+    for name, spec in routed.items():
+        entry, layer = entries[name], re.search(r"layers\.(\d+)\.", spec.target)
+        assert layer is not None and spec.expert is not None
+        tensor = spec.target.rpartition(".")[2]
+        places.setdefault((int(layer[1]), spec.expert), {})[tensor] = Stored(entry.file, entry.offset, entry.nbytes)
+    return places
+
+
+def _expert_form(routed: dict[str, DiskTensor], entries: dict[str, _Entry], dtype: torch.dtype | None) -> ExpertForm:
+    """What every expert consists of. ValueError where there are none, or of several types, or of a wider one than the
+    model is to compute in: experts are read as they are stored."""
+    if not routed:
+        raise ValueError("experts is 'stream', but the model has no routed experts; allowed: 'resident'")
+    forms = {
+        (spec.target.rpartition(".")[2], entries[name].shape, DTYPES[entries[name].dtype])
+        for name, spec in routed.items()
+    }
+    tensors = {tensor: (shape, stored) for tensor, shape, stored in sorted(forms, key=lambda form: form[0])}
+    types = sorted({str(stored).removeprefix("torch.") for _, _, stored in forms})
+    if len(types) > 1:
+        raise ValueError(f"experts is 'stream', but they are stored in {' and '.join(types)}; allowed: one type")
+    (_, stored), *_ = tensors.values()
+    if dtype is not None and stored != torch.uint8 and torch.promote_types(dtype, stored) != dtype:
+        raise ValueError(
+            f"dtype is {dtype}, but streamed experts are read as stored, in {stored}; allowed: None, {stored}"
+        )
+    return ExpertForm(tensors)
 
 
 def _without_cut_layers(cfg: K3Config, entries: dict[str, _Entry]) -> dict[str, _Entry]:
@@ -309,6 +432,7 @@ def _fill(
     entries: dict[str, _Entry],
     dtype: torch.dtype | None,
     device: torch.device,
+    opened: Callable[[Path], _Mapped | _Unmapped] = _Mapped,
 ) -> None:
     """Copy file by file, in the order of the bytes; destinations are made when their first piece arrives."""
     targets: dict[str, Tensor] = {}
@@ -317,7 +441,7 @@ def _fill(
         by_file.setdefault(entries[name].file, []).append(name)
     scales: dict[str, Tensor] = {}
     for file, names in by_file.items():
-        mapped = _Mapped(file)
+        mapped = opened(file)
         for name in names:
             entry, spec = entries[name], wanted[name]
             _place(model, name, spec, mapped.read(entry), targets, scales, dtype, device)
@@ -394,6 +518,8 @@ def save(
     """
     if experts not in ("mxfp4", "bf16"):
         raise ValueError(f"experts is {experts!r}; allowed: 'mxfp4' or 'bf16'")
+    if stream_of(model) is not None:
+        raise ValueError("the model's experts are streamed; load with experts='resident' to save it")
     if dtype not in DTYPES.values() or not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}; allowed: bfloat16, float16, float32, float64")
     folder = Path(folder)

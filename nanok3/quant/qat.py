@@ -34,6 +34,7 @@ from nanok3.config import K3Config
 from nanok3.model.latent_moe import Experts, LatentMoE, PackedExperts, grouped_linear, routed_sorted
 from nanok3.model.mxfp4 import BLOCK, SCALE_RULES
 from nanok3.model.situ import activation
+from nanok3.model.streamed_experts import stream_of
 from nanok3.quant.mxfp import MXFP4, MXFP8, project
 
 MODES = ("off", "w4a16", "w4a8")
@@ -55,6 +56,8 @@ def moe_layers(model: nn.Module) -> dict[str, LatentMoE]:
     cfg = getattr(model, "cfg", None)
     if not found or not isinstance(cfg, K3Config):
         raise ValueError(f"{type(model).__name__} has no routed experts; only those are kept in MXFP4")
+    if stream_of(model) is not None:
+        raise ValueError("the model's experts are streamed; load with experts='resident' to round them or their inputs")
     for field, width in (("latent width", cfg.latent_size), ("moe_intermediate_size", cfg.moe_intermediate_size)):
         if width % BLOCK:
             raise ValueError(f"{field} is {width}; with MXFP4 experts it must be a multiple of {BLOCK}")

@@ -3,7 +3,9 @@
 //   linear_forward    y = x W_e^T                     rows sorted by expert, weights (E, O, I); E = 1 is a plain layer
 //   linear_inputs     dx = dy W_e
 //   linear_weights    dW_e = dy_e^T x_e
-//   routed_experts    y_t = sum over the chosen e of p_te W2_e SiTU(W1_e z_t, W3_e z_t)
+//   routed_experts    y_t = sum over the chosen e of p_te W2_e SiTU(W1_e z_t, W3_e z_t); or in two steps
+//   expert_answers    W2_e SiTU(W1_e z_t, W3_e z_t) of some experts
+//   weigh_answers     and the sum over all
 //
 // An expert with more than FEW rows is computed in blocks (product.h). With fewer, its weights are what has to be
 // read: they are decoded in registers, once for all rows, and multiplied along their own rows. Which of the two it is
@@ -231,8 +233,47 @@ void linear_weights(const void* dy, const void* x, Type type, int64_t O, int64_t
   });
 }
 
-// y (n, L) from z (n, L), both of one type, for N chosen experts a token with weights p (n, N). W1 and W3 are (E, F, L),
-// W2 (E, L, F), all in `format`. `parts` holds n N L numbers: the experts' answers before they are weighed.
+// The answers of experts, (m, L) float32: of E experts, counts[e] rows for expert e, row i being row tokens[i] of z. W1
+// and W3 are (E, F, L), W2 (E, L, F), all in `format`; matrices without rows are not read.
+void expert_answers(const void* z, Type type, const int64_t* tokens, const int64_t* counts, int64_t E, int32_t format,
+                    const void* w1, const uint8_t* scale1, const void* w2, const uint8_t* scale2, const void* w3,
+                    const uint8_t* scale3, int64_t F, int64_t L, float beta, float linear_beta, float* answers,
+                    int64_t threads) {
+  const Matrix m1{w1, scale1, F, L, format}, m2{w2, scale2, L, F, format}, m3{w3, scale3, F, L, format};
+  const Expert experts{m1, m2, m3, beta, linear_beta};
+  const auto blocks = row_blocks(counts, E);
+  with_type(type, [&](auto t) {
+    typedef decltype(t) T;
+    with_format(format, [&](auto f) {
+      in_parallel(int64_t(blocks.size()), threads, [&](int64_t i) {
+        const Range& b = blocks[i];
+        const LeftRows<T> left{static_cast<const T*>(z), L, tokens + b.begin};
+        expert_rows<LeftRows<T>, decltype(f)>(experts, b.expert, left, int(b.end - b.begin), counts[b.expert] <= FEW,
+                                              answers + b.begin * L);
+      });
+    });
+  });
+}
+
+// y (n, L): y_t = sum over k of p_tk answers[place_tk], rounded once.
+void weigh_answers(const float* answers, const int64_t* place, const float* p, int64_t n, int64_t N, int64_t L, void* y,
+                   Type type, int64_t threads) {
+  with_type(type, [&](auto t) {
+    typedef decltype(t) T;
+    T* out = static_cast<T*>(y);
+    for_blocks(Blocks(n, 16), threads, [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token)
+        for_columns(L, [&](int64_t c, auto part) {
+          vf sum = {};
+          for (int64_t k = 0; k < N; ++k) sum += p[token * N + k] * read(answers + place[token * N + k] * L + c, part);
+          write(out + token * L + c, sum, part);
+        });
+    });
+  });
+}
+
+// y (n, L) from z (n, L), both of one type, for N chosen experts a token with weights p (n, N): both of the above.
+// `parts` holds n N L numbers: the experts' answers before they are weighed.
 void routed_experts(const void* z, Type type, int64_t n, const int64_t* chosen, const float* p, int64_t N, int64_t E,
                     int32_t format, const void* w1, const uint8_t* scale1, const void* w2, const uint8_t* scale2,
                     const void* w3, const uint8_t* scale3, int64_t F, int64_t L, float beta, float linear_beta,
@@ -244,29 +285,9 @@ void routed_experts(const void* z, Type type, int64_t n, const int64_t* chosen, 
     place[i] = next[chosen[i]]++;
     tokens[place[i]] = i / N;
   }
-  const Matrix m1{w1, scale1, F, L, format}, m2{w2, scale2, L, F, format}, m3{w3, scale3, F, L, format};
-  const Expert experts{m1, m2, m3, beta, linear_beta};
-  const auto blocks = row_blocks(counts.data(), E);
-  with_type(type, [&](auto t) {
-    typedef decltype(t) T;
-    with_format(format, [&](auto f) {
-      in_parallel(int64_t(blocks.size()), threads, [&](int64_t i) {
-        const Range& b = blocks[i];
-        const LeftRows<T> left{static_cast<const T*>(z), L, tokens.data() + b.begin};
-        expert_rows<LeftRows<T>, decltype(f)>(experts, b.expert, left, int(b.end - b.begin), counts[b.expert] <= FEW,
-                                              parts + b.begin * L);
-      });
-    });
-    T* out = static_cast<T*>(y);
-    for_blocks(Blocks(n, 16), threads, [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t token = begin; token < end; ++token)
-        for_columns(L, [&](int64_t c, auto part) {
-          vf sum = {};
-          for (int64_t k = 0; k < N; ++k) sum += p[token * N + k] * read(parts + place[token * N + k] * L + c, part);
-          write(out + token * L + c, sum, part);
-        });
-    });
-  });
+  expert_answers(z, type, tokens.data(), counts.data(), E, format, w1, scale1, w2, scale2, w3, scale3, F, L, beta,
+                 linear_beta, parts, threads);
+  weigh_answers(parts, place.data(), p, n, N, L, y, type, threads);
 }
 
 }  // extern "C"
