@@ -41,7 +41,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanok3.data.messages import IMAGE_TYPES, Call, Message, Turn, pictures, read_message, read_messages, refuse
+from nanok3.data.messages import MEDIA_TYPES, Call, Message, Turn, pictures, read_message, read_messages, refuse
 
 if TYPE_CHECKING:
     from nanok3.data.tokenizer import Tokenizer
@@ -245,7 +245,7 @@ class _Writer:
 
     def parts(self, parts: list[Mapping[str, Any]]) -> None:
         for part in parts:
-            if part["type"] in IMAGE_TYPES:
+            if part["type"] in MEDIA_TYPES:
                 self.picture()
             else:
                 self.text(part["text"])
@@ -279,7 +279,7 @@ class _Writer:
         if self.image_prompts is not None and len(self.image_prompts) != self.pictures:
             raise ValueError(
                 f"image_prompts: {len(self.image_prompts)} for {self.pictures} pictures in the messages; "
-                f"allowed: one for each part of type {' or '.join(IMAGE_TYPES)} and each {IMAGE_PLACEHOLDER} in text"
+                f"allowed: one for each part of type {' or '.join(MEDIA_TYPES)} and each {IMAGE_PLACEHOLDER} in text"
             )
 
 
@@ -455,9 +455,10 @@ def render(
 
     thinking: with or without the channel `think`. thinking_effort: one of EFFORTS, for thinking only; None writes
     nothing (what the release's tokenizer calls writes `max`). tool_choice: auto, none, required. image_prompts: the
-    media block (`Image.prompt`) of each picture, in the order of `image_parts(messages)`; control tokens in it are
-    recognized, so it must be the program's own; without, pictures stay placeholders. add_generation_prompt: whether
-    to end with the start of an answer. A last message with `partial: True` is that start and the answer's first words.
+    media blocks (`Image.prompt`, `Video.prompt`) of each part, in the order of `image_parts(messages)`; control tokens
+    in them are recognized, so they must be the program's own; without, pictures stay placeholders.
+    add_generation_prompt: whether to end with the start of an answer. A last message with `partial: True` is that start
+    and the answer's first words.
     sentences: the words for tools and options. K3 has learned the released wording, a model trained here learns OURS;
     `Sentences.load(path)` or `Sentences.of(folder)` reads another.
 

@@ -4,7 +4,7 @@
     {"role": "system", "content": "", "tools": [...]}                       more tools, from here on
     {"role": "assistant", "content": content, "reasoning_content": "...", "tool_calls": [call, ...]}
     {"role": "tool", "content": content, "tool_call_id": id, "name": ...}
-    content = None | "..." | [{"type": "text", "text": "..."} | {"type": "image_url", ...} | {"type": "image", ...}]
+    content = None | "..." | [{"type": "text", "text": "..."} | {"type": one of MEDIA_TYPES, ...}, ...]
     call    = {"id": id, "type": "function", "function": {"name": "...", "arguments": an object or its JSON text}}
 
 They may come from a stranger, so a mistake is a ValueError that names the message, the field and what is allowed.
@@ -23,6 +23,9 @@ from typing import Any, NamedTuple
 
 ROLES = ("system", "user", "assistant", "tool")
 IMAGE_TYPES = ("image", "image_url")
+VIDEO_TYPE = "video_url"
+MEDIA_TYPES = (*IMAGE_TYPES, VIDEO_TYPE)
+"""Parts that are looked at: each stands in the prompt as its media blocks."""
 Message = Mapping[str, Any]
 
 
@@ -82,8 +85,8 @@ def _read_content(content: object, where: str) -> list[Mapping[str, Any]]:
         raise refuse(where, content, "a string, a list of parts, None")
     for k, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("text", *IMAGE_TYPES):
-            raise refuse(f"{where}[{k}]", part, f"an object of type text, {', '.join(IMAGE_TYPES)}")
+        if kind not in ("text", *MEDIA_TYPES):
+            raise refuse(f"{where}[{k}]", part, f"an object of type text, {', '.join(MEDIA_TYPES)}")
         if kind == "text" and not isinstance(part.get("text"), str):
             raise refuse(f"{where}[{k}].text", part.get("text"), "a string")
     return list(content)
@@ -149,5 +152,5 @@ def _in_call_order(results: list[Turn], calls: list[Call]) -> list[Turn]:
 
 
 def pictures(turns: Iterable[Turn]) -> list[Mapping[str, Any]]:
-    """The picture parts, in order."""
-    return [part for turn in turns for part in turn.parts if part["type"] in IMAGE_TYPES]
+    """The parts with pictures or videos, in order."""
+    return [part for turn in turns for part in turn.parts if part["type"] in MEDIA_TYPES]

@@ -45,12 +45,14 @@ FRAME = ImageLimits(patches=16384, pixels=2**24)
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """How a video is sampled, and what is refused (`image.pixels`, `image.file_bytes`)."""
+    """How a video is sampled, and what is refused (`patches`, `image.pixels`, `image.file_bytes`)."""
 
     rate: float = 8.0
     """Most frames taken of a second."""
     frames: int = 2048
     """Most frames taken in all; the rest of a longer video is left."""
+    patches: int | None = None
+    """Most patches of all frames together; a video of more is refused. None for any number."""
     image: ImageLimits = FRAME
 
 
@@ -122,7 +124,14 @@ def read_video(source: str | os.PathLike[str] | bytes, limits: VideoLimits = REL
     if len(data) > limits.image.file_bytes:
         raise ValueError(f"{name}: more than {limits.image.file_bytes} bytes")
     sampled = _Sampled(data, name, limits)
-    chunks = [make_chunk(frames, start, limits.image) for frames, start in _chunks(iter(sampled))]
+    chunks: list[Chunk] = []
+    patches = 0
+    for frames, start in _chunks(iter(sampled)):
+        chunks.append(make_chunk(frames, start, limits.image))
+        patches += len(chunks[-1].pixel_values)
+        if limits.patches is not None and patches > limits.patches:
+            what = f"{patches} patches of 14 x 14 pixels in the frames up to {start:.1f} s"
+            raise ValueError(f"{name}: {what}; at most {limits.patches} are read")
     if not chunks:
         raise ValueError(f"{name}: no frame could be decoded ({sampled.damage or 'it has none'})")
     return Video(chunks, sampled.damage)

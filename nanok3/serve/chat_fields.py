@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanok3.data.chat import EFFORTS, RESPONSE_FORMATS, TOOL_CHOICES
-from nanok3.data.messages import IMAGE_TYPES, read_messages
+from nanok3.data.messages import MEDIA_TYPES, VIDEO_TYPE, read_messages
 from nanok3.serve.fields import Fields, refuse, refused
 
 TOOL_TYPES = ("function", "builtin_function")
@@ -35,19 +35,11 @@ class Constraint:
 WEB = ("http://", "https://")
 
 
-class PlacedPart(dict[str, Any]):
-    """A part of a message that was written for a request of another shape, where it stood elsewhere."""
-
-    def __init__(self, part: Mapping[str, Any], place: str) -> None:
-        super().__init__(part)
-        self.place = place
-
-
 # ---------------------------------------------------------------------- messages
 
 
 def read_conversation(f: Fields, from_web: bool = False) -> list[dict[str, Any]]:
-    """from_web: whether pictures may be named by web addresses."""
+    """from_web: whether pictures and videos may be named by web addresses."""
     given = f.get("messages")
     if not isinstance(given, list) or not given:
         raise f.refuse("messages", "a list of at least one message")
@@ -81,28 +73,28 @@ def _adapt(message: dict[str, Any], where: str, from_web: bool) -> None:
     m.list("tool_calls")
     if isinstance(message.get("content"), list):
         for k, part in enumerate(message["content"]):
-            if isinstance(part, dict) and part.get("type") in IMAGE_TYPES:
-                image_source(part, f"{where}.content[{k}]", from_web)
+            if isinstance(part, dict) and part.get("type") in MEDIA_TYPES:
+                media_source(part, f"{where}.content[{k}]", from_web)
 
 
-def image_source(part: Mapping[str, Any], where: str = "content", from_web: bool = False) -> str:
-    """Where a part's picture is: a data URL, `ms://` and the id of an uploaded file, or, where that is allowed, a web
-    address."""
-    given = part.get(part["type"])
+def media_source(part: Mapping[str, Any], where: str = "content", from_web: bool = False) -> str:
+    """Where a part's picture or video is: a data URL, `ms://` and the id of an uploaded file, or, where that is
+    allowed, a web address."""
+    given, kind = part.get(part["type"]), "video" if part["type"] == VIDEO_TYPE else "image"
     url = given.get("url") if isinstance(given, Mapping) else given
-    if isinstance(url, str) and re.match(r"data:image/[\w.+-]+;base64,|ms://.", url):
+    if isinstance(url, str) and re.match(rf"data:{kind}/[\w.+-]+;base64,|ms://.", url):
         return url
     if isinstance(url, str) and url.startswith(WEB):
         if from_web:
             return url
-        allowed = "data:image/...;base64, or ms://, since this server fetches no web addresses"
+        allowed = f"data:{kind}/...;base64, or ms://, since this server fetches no web addresses"
         raise refuse(place_of(part, where), url, allowed)
-    raise refuse(place_of(part, where), url, "a URL that begins with data:image/...;base64, or ms://")
+    raise refuse(place_of(part, where), url, f"a URL that begins with data:{kind}/...;base64, or ms://")
 
 
 def place_of(part: Mapping[str, Any], where: str) -> str:
-    """What errors call a picture's source."""
-    return part.place if isinstance(part, PlacedPart) else f"{where}.{part['type']}"
+    """What errors call the source of a picture or video."""
+    return f"{where}.{part['type']}"
 
 
 # ---------------------------------------------------------------------- tools

@@ -4,8 +4,8 @@
     GET     all of this client's, newest first; ?purpose= &limit= &after= &order=
     GET     /ID, /ID/content       DELETE  /ID
 
-Files of the purposes in SEEN are pictures, and are decoded when they come: what could not be used later is refused at
-once. Other files are kept as they are.
+Files of the purposes in SEEN are pictures, those of VIDEO are videos. They are decoded when they come: what could not
+be used later is refused at once. Other files are kept as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from nanok3.serve.file_store import File
 from nanok3.serve.server import Call, Server, in_thread
 
 SEEN = ("image", "vision")
-PURPOSES = (*SEEN, "user_data", "assistants", "file-extract", "batch", "fine-tune", "evals")
+VIDEO = "video"
+PURPOSES = (*SEEN, VIDEO, "user_data", "assistants", "file-extract", "batch", "fine-tune", "evals")
 MOST = 10_000
 """Entries of a list."""
 MOST_PARTS = 64
@@ -54,14 +55,15 @@ async def upload(server: Server, call: Call) -> dict[str, Any]:
         raise refuse("purpose", purpose, ", ".join(PURPOSES))
     if not content:
         raise RequestError(f"file {name[:80]!r} is empty; allowed: at least one byte", "file")
-    if purpose in SEEN:
-        await in_thread(_check_picture, server, name, content)
+    if purpose in (*SEEN, VIDEO):
+        await in_thread(_check_seen, server, name, purpose, content)
     return server.pictures.files.add(_owner(call), name or "file", purpose, content).body()
 
 
-def _check_picture(server: Server, name: str, content: bytes) -> None:
+def _check_seen(server: Server, name: str, purpose: str, content: bytes) -> None:
+    decode = server.pictures.decode_video if purpose == VIDEO else server.pictures.decode
     try:
-        server.pictures.decode(content)
+        decode(content)
     except (ValueError, ImportError) as error:
         raise RequestError(f"file {name[:80]!r}: {error}", "file") from None
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from nanok3.serve.answers import Answers, Ended, check_outcome
 from nanok3.serve.chat_api import note
-from nanok3.serve.chat_fields import PlacedPart
 from nanok3.serve.events import (
     ArgumentsDelta,
     CallBegun,
@@ -27,6 +26,7 @@ from nanok3.serve.events import (
     ReasoningWasAnswer,
 )
 from nanok3.serve.fields import Fields, RequestError, read_json, refuse
+from nanok3.serve.places import Said
 from nanok3.serve.protocol import MAX_TOKENS
 from nanok3.serve.replies import KEEP_ALIVE, named_sse
 from nanok3.serve.server import Asked, Call, Server, debug, in_thread, new_id, usage
@@ -95,12 +95,22 @@ async def _stream(
 # ---------------------------------------------------------------------- the request
 
 
-def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
+PLACES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+"""What this API calls the fields of a chat request."""
+
+
+def chat_body(body: Mapping[str, Any]) -> Said:
     """The chat request that asks for the same."""
     f = Fields(body)
-    found = {name: body[name] for name in SAME if f.has(name)}
+    found = Said({name: body[name] for name in SAME if f.has(name)}, **PLACES)
     system = _text(f, "system")
-    found["messages"] = [{"role": "system", "content": system}] if system else []
+    found["messages"] = [Said({"role": "system", "content": system}, "system", content="system")] if system else []
     for k, message in enumerate(f.list("messages")):
         if not isinstance(message, dict):
             raise refuse(f"messages[{k}]", message, "an object")
@@ -140,16 +150,16 @@ def _block_text(block: Fields) -> str:
     return text
 
 
-def _messages(message: Fields) -> list[dict[str, Any]]:
+def _messages(message: Fields) -> list[Said]:
     """One message, and those that carry the results in it before it."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise message.refuse("role", "user, assistant")
     if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    found: dict[str, Any] = {"role": role}
-    results: list[dict[str, Any]] = []
-    parts: list[dict[str, Any]] = []
+        return [Said({"role": role, "content": content}, message.where)]
+    found = Said({"role": role}, message.where)
+    results: list[Said] = []
+    parts: list[Said] = []
     for given, where in _blocks(message, "content"):
         _read_block(Fields(given, where), found, parts, results)
     found["content"] = _joined(parts)
@@ -157,7 +167,7 @@ def _messages(message: Fields) -> list[dict[str, Any]]:
     return results if empty else [*results, found]
 
 
-def _joined(parts: list[dict[str, Any]]) -> Any:
+def _joined(parts: list[Said]) -> Any:
     """Parts of text as one string."""
     only_text = all(part["type"] == "text" for part in parts)
     return "".join(part["text"] for part in parts) if only_text else parts
@@ -168,12 +178,14 @@ def _result(block: Fields) -> Any:
     if not isinstance(block.get("content"), list):
         return _text(block, "content")
     inner = [Fields(given, where) for given, where in _blocks(block, "content")]
-    return _joined(
-        [_picture(one) if one.get("type") == "image" else {"type": "text", "text": _block_text(one)} for one in inner]
-    )
+    return _joined([_picture(one) if one.get("type") == "image" else _text_part(one) for one in inner])
 
 
-def _picture(block: Fields) -> PlacedPart:
+def _text_part(block: Fields) -> Said:
+    return Said({"type": "text", "text": _block_text(block)}, block.where)
+
+
+def _picture(block: Fields) -> Said:
     """A block of type image: its data, a web address, or an uploaded file."""
     source = block.object("source")
     match source.choice("type", ("base64", "url", "file")):
@@ -185,41 +197,42 @@ def _picture(block: Fields) -> PlacedPart:
             url = f"ms://{source.string('file_id') or ''}"
         case _:
             raise source.refuse("type", "base64, url, file")
-    return PlacedPart({"type": "image_url", "image_url": {"url": url}}, block.path("source"))
+    return Said({"type": "image_url", "image_url": {"url": url}}, block.where, image_url=block.path("source"))
 
 
-def _read_block(
-    block: Fields, found: dict[str, Any], parts: list[dict[str, Any]], results: list[dict[str, Any]]
-) -> None:
+def _read_block(block: Fields, found: Said, parts: list[Said], results: list[Said]) -> None:
     match (found["role"], block.get("type")):
         case (_, "text"):
-            parts.append({"type": "text", "text": _block_text(block)})
+            parts.append(_text_part(block))
         case ("user", "image"):
             parts.append(_picture(block))
         case ("user", "tool_result"):
-            content = _result(block)
-            results.append({"role": "tool", "tool_call_id": block.string("tool_use_id"), "content": content})
+            result = {"role": "tool", "tool_call_id": block.string("tool_use_id"), "content": _result(block)}
+            results.append(Said(result, block.where, tool_call_id=block.path("tool_use_id")))
         case ("assistant", "thinking"):
-            found["reasoning_content"] = found.get("reasoning_content", "") + (block.string("thinking") or "")
+            thought = found.get("reasoning_content", "") + (block.string("thinking") or "")
+            found.put("reasoning_content", thought, block.path("thinking"))
         case ("assistant", "redacted_thinking"):
             pass
         case ("assistant", "tool_use"):
             function = {"name": block.string("name"), "arguments": dict(block.object("input").given)}
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-            call = {"id": block.string("id"), "type": "function", "function": function}
-            found.setdefault("tool_calls", []).append(call)
+            said = Said(function, block.where, arguments=block.path("input"))
+            call = {"id": block.string("id"), "type": "function", "function": said}
+            found.setdefault("tool_calls", []).append(Said(call, block.where))
         case ("user", _):
             raise block.refuse("type", "text, image, tool_result")
         case _:
             raise block.refuse("type", "text, thinking, tool_use")
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
+def _tool(tool: Any, where: str) -> Said:
     if not isinstance(tool, dict) or not isinstance(tool.get("input_schema"), dict):
         raise refuse(where, tool, "an object with a name and an input_schema")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
-    return {"type": "function", "function": function}
+    said = Said(function, where, parameters=f"{where}.input_schema")
+    return Said({"type": "function", "function": said}, where)
 
 
 def _choice(choice: Fields) -> tuple[Any, bool]:
@@ -227,7 +240,8 @@ def _choice(choice: Fields) -> tuple[Any, bool]:
     kind = choice.choice("type", (*CHOICES, "tool"))
     several = not choice.boolean("disable_parallel_tool_use")
     if kind == "tool":
-        return {"type": "function", "function": {"name": choice.string("name")}}, several
+        function = Said({"name": choice.string("name")}, choice.where)
+        return Said({"type": "function", "function": function}, choice.where), several
     return (None if kind is None else CHOICES[kind]), several
 
 

@@ -7,6 +7,7 @@
 So a chunk of a prompt, or what a prefix hit leaves of one, may begin and end in the middle of a picture. A picture
 that a chunk has cut stays at hand until its last row was read; others as long as there is room. The digest is of the
 pixels the model sees: the same picture from another file is the same, and another picture under the same text is not.
+A video is a row of such items, each a chunk of up to four frames (data/video.py); "picture" here is either.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from nanok3.data.images import Image
+from nanok3.data.video import Chunk
 from nanok3.model.cache import ModelState
 from nanok3.model.decoder import K3
 from nanok3.serve.prefix_cache import Picture
+
+Item = Image | Chunk
+"""What the tower looks at as one."""
 
 FEATURE_BYTES = 256 << 20
 """Of features that are kept for the next who shows the same picture."""
@@ -35,17 +40,17 @@ FEATURE_BYTES = 256 << 20
 class Shown(Picture):
     """The place of a picture, and its pixels."""
 
-    image: Image
+    image: Item
 
 
-def digest_of(image: Image) -> bytes:
+def digest_of(image: Item) -> bytes:
     """SHA-256 of what the tower reads."""
     digest = hashlib.sha256(repr(image.grid_thw.tolist()).encode())
     digest.update(image.pixel_values.contiguous().numpy().data)
     return digest.digest()
 
 
-def show(ids: Sequence[int], images: Sequence[Image], pad: int, start: int = 0) -> tuple[list[int], tuple[Shown, ...]]:
+def show(ids: Sequence[int], images: Sequence[Item], pad: int, start: int = 0) -> tuple[list[int], tuple[Shown, ...]]:
     """Ids with one pad a row, and where the pictures stand; `ids` has one a picture or one a row. start: how many
     tokens stand before them. ValueError where pads and pictures do not belong together."""
     rows, count = [image.tokens for image in images], ids.count(pad)

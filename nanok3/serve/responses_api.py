@@ -16,7 +16,6 @@ from typing import Any
 
 from nanok3.serve.answers import Answers, Ended, check_outcome
 from nanok3.serve.chat_api import note
-from nanok3.serve.chat_fields import PlacedPart
 from nanok3.serve.events import (
     ArgumentsDelta,
     CallBegun,
@@ -28,6 +27,7 @@ from nanok3.serve.events import (
     ReasoningWasAnswer,
 )
 from nanok3.serve.fields import Fields, RequestError, read_json, refuse
+from nanok3.serve.places import Said
 from nanok3.serve.protocol import MAX_TOKENS
 from nanok3.serve.replies import KEEP_ALIVE, named_sse
 from nanok3.serve.server import Asked, Call, Server, debug, in_thread, new_id, usage
@@ -90,7 +90,16 @@ async def _stream(
 # ---------------------------------------------------------------------- the request
 
 
-def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
+PLACES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""What this API calls the fields of a chat request."""
+
+
+def chat_body(body: Mapping[str, Any]) -> Said:
     """The chat request that asks for the same."""
     f = Fields(body)
     if f.has("previous_response_id") or f.has("conversation"):
@@ -98,9 +107,10 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         raise f.refuse(name, "no such field, since nothing is stored; send the whole conversation as input")
     if f.boolean("background"):
         raise f.refuse("background", "false")
-    found = {name: body[name] for name in (*SAME, *ALSO) if f.has(name)}
+    found = Said({name: body[name] for name in (*SAME, *ALSO) if f.has(name)}, **PLACES)
     instructions = f.string("instructions")
-    found["messages"] = [{"role": "system", "content": instructions}] if instructions else []
+    system = Said({"role": "system", "content": instructions}, "instructions", content="instructions")
+    found["messages"] = [system] if instructions else []
     found["messages"] += _messages(f)
     found["max_completion_tokens"] = f.integer("max_output_tokens", 1, MAX_TOKENS)
     found["tools"] = [_tool(tool, f"tools[{k}]") for k, tool in enumerate(f.list("tools"))]
@@ -110,13 +120,13 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _messages(f: Fields) -> list[dict[str, Any]]:
+def _messages(f: Fields) -> list[Said]:
     given = f.get("input")
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [Said({"role": "user", "content": given}, "input", content="input")]
     if not isinstance(given, list) or not given:
         raise f.refuse("input", "a string, or a list of at least one item")
-    messages: list[dict[str, Any]] = []
+    messages: list[Said] = []
     for k, item in enumerate(given):
         if not isinstance(item, dict):
             raise refuse(f"input[{k}]", item, "an object")
@@ -124,33 +134,36 @@ def _messages(f: Fields) -> list[dict[str, Any]]:
     return messages
 
 
-def _add(messages: list[dict[str, Any]], item: Fields) -> None:
+def _add(messages: list[Said], item: Fields) -> None:
     match item.get("type") or "message":
         case "message":
             role = item.string("role")
             if role != "assistant":
-                messages.append({"role": role, "content": _content(item, "content")})
+                messages.append(Said({"role": role, "content": _content(item, "content")}, item.where))
             else:
-                _assistant(messages, "content")["content"] = _content(item, "content")
+                _assistant(messages, item, "content").put("content", _content(item, "content"), item.path("content"))
         case "reasoning":
             text = _content(item, "content") or _content(item, "summary")
-            _assistant(messages, "reasoning_content", "content", "tool_calls")["reasoning_content"] = text
+            said = _assistant(messages, item, "reasoning_content", "content", "tool_calls")
+            said.put("reasoning_content", text, item.path("content"))
         case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            function = Said({"name": item.get("name"), "arguments": item.get("arguments")}, item.where)
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            _assistant(messages).setdefault("tool_calls", []).append(call)
+            said = Said(call, item.where, id=item.path("call_id"))
+            _assistant(messages, item).setdefault("tool_calls", []).append(said)
         case "function_call_output":
-            output = _content(item, "output")
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item, "output")}
+            places = {"tool_call_id": item.path("call_id"), "content": item.path("output")}
+            messages.append(Said(result, item.where, **places))
         case _:
             raise item.refuse("type", "message, reasoning, function_call, function_call_output")
 
 
-def _assistant(messages: list[dict[str, Any]], *without: str) -> dict[str, Any]:
+def _assistant(messages: list[Said], item: Fields, *without: str) -> Said:
     """The assistant's message that an item belongs to: the last, if it has none of these fields yet."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in without):
-        messages.append({"role": "assistant"})
+        messages.append(Said({"role": "assistant"}, item.where))
     return messages[-1]
 
 
@@ -168,7 +181,7 @@ def _content(item: Fields, name: str) -> Any:
             text = part.get("text", part.get("refusal"))
             if not isinstance(text, str):
                 raise refuse(f"{where}.text", text, "a string")
-            parts.append({"type": "text", "text": text})
+            parts.append(Said({"type": "text", "text": text}, where))
         elif part.get("type") == "input_image":
             parts.append(_picture(Fields(part, where)))
         else:
@@ -178,39 +191,42 @@ def _content(item: Fields, name: str) -> Any:
     return parts
 
 
-def _picture(part: Fields) -> PlacedPart:
+def _picture(part: Fields) -> Said:
     """By its address, or by the id of an uploaded file."""
     name = "image_url" if part.has("image_url") else "file_id" if part.has("file_id") else "image_url"
     url = part.string(name)
     if name == "file_id":
         url = f"ms://{url}"
-    return PlacedPart({"type": "image_url", "image_url": url}, part.path(name))
+    return Said({"type": "image_url", "image_url": url}, part.where, image_url=part.path(name))
 
 
 def _tool(tool: Any, where: str) -> Any:
     """A function's fields stand beside its type here."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, dict) else tool
-        raise refuse(f"{where}.type", kind, "function")
+    if not isinstance(tool, dict):
+        raise refuse(where, tool, "an object of type function")
+    if tool.get("type") != "function":
+        raise refuse(f"{where}.type", tool.get("type"), "function")
     function = {
         name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None
     }
-    return {"type": "function", "function": function}
+    return Said({"type": "function", "function": Said(function, where)}, where)
 
 
 def _choice(f: Fields) -> Any:
     choice = f.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        function = Said({"name": choice.get("name")}, "tool_choice")
+        return Said({"type": "function", "function": function}, "tool_choice")
     return choice
 
 
-def _format(form: Fields) -> dict[str, Any] | None:
+def _format(form: Fields) -> Said | None:
     if not form.given:
         return None
     if form.get("type") != "json_schema":
-        return dict(form.given)
-    return {"type": "json_schema", "json_schema": {name: form.get(name) for name in ("name", "schema", "strict")}}
+        return Said(form.given, form.where)
+    schema = Said({name: form.get(name) for name in ("name", "schema", "strict")}, form.where)
+    return Said({"type": "json_schema", "json_schema": schema}, form.where)
 
 
 # ---------------------------------------------------------------------- the answer

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanok3.data.chat import OURS, Segment, Sentences, encode
-from nanok3.data.images import Image
-from nanok3.data.messages import IMAGE_TYPES, read_messages
+from nanok3.data.messages import MEDIA_TYPES, VIDEO_TYPE, read_messages
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.serve.answers import Answers, ChatReader, Ended, Postbox, describer
 from nanok3.serve.chat_fields import place_of
@@ -28,8 +27,9 @@ from nanok3.serve.fields import RequestError, read_json, shown
 from nanok3.serve.generate import StopStrings
 from nanok3.serve.http_gate import GateSettings
 from nanok3.serve.metrics import Metrics
-from nanok3.serve.picture_sources import PictureSettings, PictureSources
+from nanok3.serve.picture_sources import PictureSettings, PictureSources, Seen
 from nanok3.serve.pictures import Shown, show
+from nanok3.serve.places import named
 from nanok3.serve.protocol import ChatRequest, Common, Policy, read_chat
 from nanok3.serve.replies import Usage
 from nanok3.serve.sampler import SamplingParams
@@ -145,7 +145,7 @@ class Server:
         translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda body: body,
     ) -> Asked:
         """Check a request, open its pictures, render and encode its prompt. RequestError for what is wrong with it.
-        call: whose files it may name. translate: from a request of another shape."""
+        call: whose files it may name. translate: from a request of another shape, with objects that are `Said`."""
         return await in_thread(self._read_chat, body, None if call is None else call.facts.get("key"), translate)
 
     def _read_chat(
@@ -156,12 +156,20 @@ class Server:
     ) -> Asked:
         body = read_json(body) if isinstance(body, bytes) else body
         self._check_count(body)
-        request = read_chat(translate(body), self.policy)
+        chat = translate(body)
+        try:
+            return self._ask(chat, owner)
+        except RequestError as error:
+            raise named(error, chat) from None
+
+    def _ask(self, chat: Mapping[str, Any], owner: int | None) -> Asked:
+        request = read_chat(chat, self.policy)
         self.check_model(request.model)
-        images = self._images(request, owner)
-        segments = request.prompt(self.settings.sentences, [image.prompt for image in images])
+        seen = self._seen(request, owner)
+        segments = request.prompt(self.settings.sentences, [one.prompt for one in seen])
         request.room(self.least_tokens(segment.text for segment in segments), least=True)
-        ids, pictures = show(encode(segments, self.tokenizer), images, self.tokenizer.special.get(PAD, -1))
+        items = [item for one in seen for item in one.items]
+        ids, pictures = show(encode(segments, self.tokenizer), items, self.tokenizer.special.get(PAD, -1))
         request.room(len(ids))
         prompt_tokens = len(ids) - request.opener(self.tokenizer)
         return Asked(request, segments, ids, prompt_tokens, self.constraints(request, request.n), pictures)
@@ -179,17 +187,17 @@ class Server:
         """Texts, each encoded by itself, have no fewer."""
         return sum(-(-len(text) // self._longest) for text in texts)
 
-    def _images(self, request: ChatRequest, owner: int | None) -> list[Image]:
-        """In the order in which the prompt shows them."""
+    def _seen(self, request: ChatRequest, owner: int | None) -> list[Seen]:
+        """Pictures and videos in the order in which the prompt shows them."""
         parts = [
             (part, f"{turn.where}.content[{k}]")
             for turn in read_messages(request.messages)
             for k, part in enumerate(turn.parts)
-            if part["type"] in IMAGE_TYPES
+            if part["type"] in MEDIA_TYPES
         ]
         if parts and not self.sees:
-            place = place_of(*parts[0])
-            raise RequestError(f"{place} is a picture; allowed: text, since {self.name} has no vision tower", place)
+            place, what = place_of(*parts[0]), "video" if parts[0][0]["type"] == VIDEO_TYPE else "picture"
+            raise RequestError(f"{place} is a {what}; allowed: text, since {self.name} has no vision tower", place)
         return self.pictures.open(parts, owner)
 
     def constraints(self, request: Common, count: int) -> list[Constraint | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib.util import find_spec
 from typing import Any
 
 from nanok3.serve.fields import RequestError
@@ -18,6 +19,7 @@ def _entry(server: Server, name: str) -> dict[str, Any]:
         "owned_by": "nanok3",
         "max_model_len": server.engine.context,
         "supports_image_in": server.sees,
+        "supports_video_in": server.sees and find_spec("av") is not None,
     }
 
 

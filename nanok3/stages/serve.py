@@ -107,10 +107,14 @@ class ServeArgs:
     """Largest body of a request."""
     max_pictures: int = 10
     """Pictures of a request."""
+    max_videos: int = 2
+    """Videos of a request."""
+    max_video_frames: int = 512
+    """Frames of a video, at eight a second or what it has."""
     max_picture_patches: int = 262_144
-    """Patches of 14 x 14 pixels of all pictures of a request."""
+    """Patches of 14 x 14 pixels of all pictures and frames of a request."""
     allow_image_urls: bool = False
-    """Fetch pictures that requests name by http(s) address; never from inside this machine or its network."""
+    """Fetch pictures and videos that requests name by http(s) address; never from this machine or its network."""
     max_files: int = 100
     """Uploaded files that are kept of one client."""
     max_files_mib: int = 256
@@ -224,12 +228,19 @@ class ServeArgs:
         from nanok3.serve.file_store import FilesLimits
         from nanok3.serve.picture_sources import PictureSettings
 
-        for name in ("max_pictures", "max_picture_patches", "max_files", "max_files_mib"):
+        limits = ("max_pictures", "max_videos", "max_video_frames", "max_picture_patches", "max_files", "max_files_mib")
+        for name in limits:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         files = FilesLimits(self.max_files, self.max_files_mib << 20)
         return PictureSettings(
-            self.max_pictures, self.max_picture_patches, self.allow_image_urls, self.max_body_mib << 20, files=files
+            self.max_pictures,
+            self.max_videos,
+            self.max_video_frames,
+            self.max_picture_patches,
+            self.allow_image_urls,
+            self.max_body_mib << 20,
+            files=files,
         )
 
     def _gate(self) -> GateSettings:

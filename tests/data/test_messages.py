@@ -138,11 +138,11 @@ MISTAKES = {
     ),
     "a part that is a string": (
         {"role": "user", "content": ["x"]},
-        "messages[1].content[0] is 'x'; allowed: an object of type text, image, image_url",
+        "messages[1].content[0] is 'x'; allowed: an object of type text, image, image_url, video_url",
     ),
     "a part of another type": (
         {"role": "user", "content": [{"type": "text", "text": ""}, {"type": "audio"}]},
-        "messages[1].content[1] is {'type': 'audio'}; allowed: an object of type text, image, image_url",
+        "messages[1].content[1] is {'type': 'audio'}; allowed: an object of type text, image, image_url, video_url",
     ),
     "a part without its text": (
         {"role": "tool", "content": [{"type": "text"}]},

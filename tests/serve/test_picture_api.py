@@ -1,4 +1,4 @@
-"""Pictures over HTTP, on a small model that sees: three shapes of requests, uploaded files, all that is wrong."""
+"""Pictures and videos over HTTP, on a small model that sees: three shapes of requests, files, all that is wrong."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from PIL import Image as Pillow
 from seeing import data_url, drawing, picture, seeing_model
 from served import TOKENIZER, Served, message, served, user
 
+from nanok3.data.video import read_video
 from nanok3.serve import files_api, picture_sources
 from nanok3.serve.api import make_app
 from nanok3.serve.engine import Engine, Settings
@@ -27,7 +28,7 @@ ALICE, BOB = {"authorization": "Bearer alice"}, {"authorization": "Bearer bob"}
 SETTINGS = ServerSettings(
     names=("seer",),
     gate=GateSettings(keys=("alice", "bob")),
-    pictures=PictureSettings(count=3, patches=200, files=FilesLimits(count=3, bytes=100_000)),
+    pictures=PictureSettings(count=3, frames=10, patches=200, files=FilesLimits(count=3, bytes=100_000)),
 )
 
 
@@ -285,3 +286,135 @@ def test_web_addresses_where_they_are_allowed(model, monkeypatch):
     monkeypatch.undo()
     error = server.post("/tokenize", {"messages": shown("http://localhost/a.png")}).json()["error"]
     assert "inside this machine" in error["message"] and error["param"] == "messages[0].content[0].image_url"
+
+
+# ---------------------------------------------------------------------- videos
+
+
+def film(frames=6, seed=1, size=(64, 48), kind="mp4"):
+    """The bytes of a video of noise in four-frame chunks, 8 frames a second."""
+    av = pytest.importorskip("av")
+    file, generator = io.BytesIO(), torch.Generator().manual_seed(seed)
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for _ in range(frames):
+            levels = torch.randint(0, 256, (size[1], size[0], 3), generator=generator, dtype=torch.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(levels.numpy())))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def watched(*urls, text="What happens?"):
+    parts = [{"type": "video_url", "video_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def video_url(data):
+    return data_url(data, "video/mp4")
+
+
+def test_a_video_is_answered_as_the_model_itself_would(seer, model):
+    data = film()
+    chunks = read_video(data).chunks
+    ids = seer.post("/tokenize", {"messages": watched(video_url(data)), **QUIET}, ALICE).json()["tokens"]
+    assert [c.grid_thw.tolist() for c in chunks] == [[[4, 4, 6]], [[2, 4, 6]]] and ids.count(PAD_ID) == 12
+    prompt = seer.post("/apply-template", {"messages": watched(video_url(data))}, ALICE).json()["prompt"]
+    assert "00:00:00.500<|media_begin|>video 64x48<|media_content|><|media_pad|><|media_end|>What happens?" in prompt
+    body = ask(seer, watched(video_url(data))).json()
+    assert body["usage"]["prompt_tokens"] == len(ids) - 2 - len("response")
+    with torch.no_grad():
+        pixels, grids = (torch.cat([getattr(c, name) for c in chunks]) for name in ("pixel_values", "grid_thw"))
+        logits = model(torch.tensor([ids]), pixel_values=pixels, grid_thw=grids).logits[0, -1]
+    logits[256:] = -torch.inf
+    assert said(body) == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-3)
+
+
+def test_the_same_video_hits_and_another_misses(seer):
+    text, start = "x" * 100, len('<|>message role="user"<|>00:00:00.000<|>video 64x48<|>')
+    cached = [
+        ask(seer, watched(video_url(film(seed=seed)), text=text)).json()["usage"]["cached_tokens"] for seed in (5, 5, 6)
+    ]
+    assert max(cached[0], cached[2]) <= start < start + 100 < cached[1]
+
+
+def test_pictures_and_videos_stand_in_their_order(seer, model):
+    data = film(5, seed=9)
+    parts = [*shown(data_url(drawing(1)))[0]["content"][:1], *watched(video_url(data))[0]["content"]]
+    messages = [{"role": "user", "content": parts}]
+    ids = seer.post("/tokenize", {"messages": messages, **QUIET}, ALICE).json()["tokens"]
+    items = [picture(1), *read_video(data).chunks]
+    with torch.no_grad():
+        pixels, grids = (torch.cat([getattr(c, name) for c in items]) for name in ("pixel_values", "grid_thw"))
+        logits = model(torch.tensor([ids]), pixel_values=pixels, grid_thw=grids).logits[0, -1]
+    logits[256:] = -torch.inf
+    assert said(ask(seer, messages).json()) == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-3)
+
+
+def test_an_uploaded_video(seer):
+    data = film(4, seed=3, size=(32, 32))
+    made = upload(seer, data, purpose="video", name="a.mp4").json()
+    by_file, by_data = (ask(seer, watched(url)).json() for url in (f"ms://{made['id']}", video_url(data)))
+    assert said(by_file) == pytest.approx(said(by_data), abs=1e-4)
+    as_picture = ask(seer, shown(f"ms://{made['id']}"))
+    assert as_picture.status_code == 400 and "not an image" in as_picture.json()["error"]["message"]
+    refused = upload(seer, data[:200], purpose="video", name="a.mp4")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "file"
+    seer.request("DELETE", f"/v1/files/{made['id']}", headers=ALICE)
+
+
+def broken_videos():
+    whole = film(40)
+    return {
+        "truncated": (video_url(whole[: len(whole) // 2]), "damaged"),
+        "cut in a frame": (video_url(film(8, size=(32, 32), kind="avi")[:-3000]), "damaged or cut short"),
+        "empty": ("data:video/mp4;base64,", "empty"),
+        "no base64": ("data:video/mp4;base64,!!!", "base64"),
+        "a picture": (video_url(drawing(1)), "no video of"),
+        "not a video": (video_url(b"#EXTM3U\nfile:///etc/passwd"), "no video of"),
+        "too long": (video_url(film(11, size=(32, 32))), "more than 10 frames"),
+        "too large": (video_url(film(9)), "patches of 14 x 14 pixels"),
+        "wrong kind": (data_url(drawing(1)), "data:video/"),
+        "web": ("https://example.org/a.mp4", "fetches no web addresses"),
+        "no file": ("ms://file-0", "no file"),
+        "nothing": (None, "data:video/"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["truncated", "cut in a frame", "empty", "no base64", "a picture", "not a video"])
+def test_a_video_that_cannot_be_read_is_400_and_named(seer, kind):
+    refuses(seer, *broken_videos()[kind])
+
+
+@pytest.mark.parametrize("kind", ["too long", "too large", "wrong kind", "web", "no file", "nothing"])
+def test_a_video_beyond_the_limits_is_400_and_named(seer, kind):
+    refuses(seer, *broken_videos()[kind])
+
+
+def refuses(seer, url, words):
+    response = ask(seer, [user("hi"), *watched(url)])
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "messages[1].content[0].video_url"
+    assert words in error["message"] and error["message"].startswith(error["param"])
+
+
+def test_videos_of_a_request_are_limited(seer):
+    many = ask(seer, watched(*[video_url(film(2, size=(32, 32)))] * 3)).json()["error"]
+    assert "3 videos; allowed: 2" in many["message"] and many["param"] == "messages[0].content[2].video_url"
+    with served(message()) as stub:
+        response = stub.post(CHAT, {"messages": watched(video_url(b"x"))})
+        assert response.status_code == 400 and "is a video; allowed: text" in response.json()["error"]["message"]
+
+
+def test_the_list_of_models_says_what_they_see(seer):
+    found = seer.get("/v1/models/seer", ALICE).json()
+    assert found["supports_image_in"] and found["supports_video_in"]
+
+
+def test_a_decoded_video_is_kept_within_bounds():
+    sources = picture_sources.PictureSources(PictureSettings(cache_bytes=120_000))
+    first, second = film(1, seed=1), film(2, seed=2)
+    kept = sources.decode_video(first)
+    assert sources.decode_video(first) is kept
+    sources.decode_video(second)
+    assert sources.decode_video(first) is not kept, "it had to leave for the second"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanok3.data.chat import Segment, Sentences, encode, to_text
 from nanok3.data.tokenizer import Tokenizer
-from nanok3.serve.chat_fields import Constraint, image_source
+from nanok3.serve.chat_fields import Constraint, media_source
 from nanok3.serve.events import Answer
 from nanok3.serve.fields import RequestError, read_json
 from nanok3.serve.protocol import CallIds, Policy, read_chat, read_completion
@@ -60,7 +60,8 @@ MISTAKES = [
     ("messages[0]", {"messages": ["hi"]}),
     ("messages[0].role", {"messages": [{"role": "function", "content": "x"}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": 1}]}),
-    ("messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}),
+    ("messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "audio_url"}]}]}),
+    ("messages[0].content[0].video_url", {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}),
     ("messages[0].content[0].text", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
     ("messages[0].content[0].image_url",
      {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.org/a"}}]}]}),
@@ -391,9 +392,9 @@ def test_pictures_are_data_or_files():
     url = "data:image/png;base64,AAAA"
     for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "image_url", "image_url": url},
                  {"type": "image", "image": url}):  # fmt: skip
-        assert image_source(part) == url
+        assert media_source(part) == url
         chat(messages=[{"role": "user", "content": [part]}])
-    assert image_source({"type": "image_url", "image_url": "ms://file-1"}) == "ms://file-1"
+    assert media_source({"type": "image_url", "image_url": "ms://file-1"}) == "ms://file-1"
 
 
 # ------------------------------------------------------------------ prompts and parsers
