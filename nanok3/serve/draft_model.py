@@ -1,18 +1,23 @@
 """A trained draft beside the model it guesses for (posttrain/draft.py): its rows lie in the model's own pages.
 
     row t of the draft    from token t and the model's feature of token t - 1; it says token t + 1
-    after a piece         rows of its tokens, each with its true feature
-    a proposal            row of the last token, then one row a guess, which go on with the draft's own h
+    after a piece         the features of its tokens are kept; their rows are computed when a guess is wanted, or when
+                          a multiple of 8 tokens has been read
+    a proposal            the rows that are owed and that of the last token, of all sequences in one call; then one row
+                          a guess and sequence, a call each, which go on with the draft's own h
 
 The draft has no KDA layer, so all it remembers of a token is one latent row, and that lies in a page as one MLA layer
 more. So it is shared, evicted, brought back and freed together with the model's. Rows of guesses are overwritten by
 true ones. Ours: what goes on from the prefix cache begins with a feature of zero, as a document does, because the
-feature of the token before is in no page. That moves guesses, never answers.
+feature of the token before is in no page; and up to seven rows that nobody waited for may be missing from a span whose
+length is no multiple of 8. Both move guesses, never answers.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,11 +35,35 @@ from nanok3.serve.scheduler import Work
 from nanok3.serve.sequence import Sequence
 from nanok3.serve.speculative import Guess, Wish
 
-if TYPE_CHECKING:
-    from nanok3.model.native_decode import SequenceMemory
-
 ROWS = 16
-"""Of a native call; more at once go through torch."""
+"""Of a sequence in a native call; more at once go through torch."""
+SEQUENCES = 32
+"""In a native call."""
+OWED = 8
+"""Rows are computed at the latest when as many tokens have been read."""
+
+
+@dataclass
+class _Reading:
+    """Of one sequence: how many rows are in its pages, and the features of the tokens from rows - 1 on."""
+
+    rows: int
+    features: list[Float[Tensor, "n 3 D"]] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The first token without a feature."""
+        return self.rows - 1 + sum(map(len, self.features))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows to be computed: from `start` on, one for each of the ids, with the features before them, fused or h."""
+
+    sequence: Sequence
+    start: int
+    ids: list[int]
+    features: Float[Tensor, "rows D"]
 
 
 class DraftModel:
@@ -43,13 +72,15 @@ class DraftModel:
     def __init__(self, model: K3, draft: Draft, arena: Arena) -> None:
         self.model, self.draft, self.arena = model, draft, arena
         self.place = arena.shapes.mla_layers - 1
-        self._inputs = torch.zeros(ROWS, model.cfg.hidden_size, dtype=model.model.embed_tokens.weight.dtype)
+        table = model.model.embed_tokens.weight
+        self._inputs = torch.zeros(ROWS * SEQUENCES, model.cfg.hidden_size, dtype=table.dtype)
         native = NativeDecoder.of(self._as_model())
         self._native = None if isinstance(native, str) else native
-        self._memory: SequenceMemory | None = None
         if self._native is not None:
-            self._memory = self._native.memory([], [], [arena.latents[:, self.place]])
-        self._before: WeakKeyDictionary[Sequence, tuple[int, Tensor]] = WeakKeyDictionary()
+            pools = [arena.latents[:, self.place]]
+            self._memories = [self._native.memory([], [], pools) for _ in range(SEQUENCES)]
+        self._nothing = torch.zeros(1, 3, model.cfg.hidden_size, dtype=table.dtype, device=arena.bytes.device)
+        self._readings: WeakKeyDictionary[Sequence, _Reading] = WeakKeyDictionary()
         self._tried: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()
 
     def _as_model(self) -> K3:
@@ -67,73 +98,117 @@ class DraftModel:
 
     def follow(self, piece: Work, features: Float[Tensor, "rows 3 D"]) -> None:
         """The model has read a piece, on trial if it has a draft."""
-        fused = self.draft.fuse(features.to(self.draft.fusion.weight.dtype))
         if piece.draft:
-            self._tried[piece.sequence] = fused
+            self._tried[piece.sequence] = features
         else:
-            self._extend(piece.sequence, piece.start, fused)
+            self._extend(piece.sequence, piece.start, features)
 
     def keep(self, sequence: Sequence, done: int, count: int) -> None:
         """Of the last piece on trial `count` tokens more were right, after `done` that were kept before."""
         self._extend(sequence, sequence.computed, self._tried[sequence][done : done + count])
 
-    def _extend(self, sequence: Sequence, start: int, fused: Float[Tensor, "rows D"]) -> None:
-        """The true rows of tokens that the model has read."""
-        before = torch.cat((self._feature(sequence, start)[None].to(fused), fused[:-1]))
-        self._rows(sequence, start, sequence.ids[start : start + len(fused)], before)
-        self._before[sequence] = start + len(fused), fused[-1]
+    def _extend(self, sequence: Sequence, start: int, features: Float[Tensor, "rows 3 D"]) -> None:
+        """The model has read tokens from `start` on."""
+        reading = self._reading(sequence, start)
+        reading.features.append(features)
+        if reading.end // OWED > start // OWED:
+            piece = self._owed(sequence, reading, reading.end)
+            if piece is not None:
+                self._compute([piece])
 
-    def _feature(self, sequence: Sequence, start: int) -> Float[Tensor, " D"]:
-        """That of the token before `start`."""
-        end, feature = self._before.get(sequence, (-1, None))
-        if end == start and feature is not None:
-            return feature
-        return torch.zeros(self.model.cfg.hidden_size, device=self.arena.bytes.device)
+    def _reading(self, sequence: Sequence, start: int) -> _Reading:
+        """That of a sequence of which the tokens before `start` are read; anew where others were."""
+        reading = self._readings.get(sequence)
+        if reading is None or reading.end != start:
+            self._readings[sequence] = reading = _Reading(start, [self._nothing])
+        return reading
+
+    def _owed(self, sequence: Sequence, reading: _Reading, end: int) -> _Piece | None:
+        """The rows before `end` that are not computed yet, which count as computed from now on."""
+        start, count = reading.rows, end - reading.rows
+        if count < 1:
+            return None
+        known = torch.cat(reading.features)
+        reading.rows, reading.features = end, [known[count:]]
+        fused = self.draft.fuse(known[:count].to(self.draft.fusion.weight.dtype))
+        return _Piece(sequence, start, sequence.ids[start:end], fused)
 
     # ---------------------------------------------------------------- rows
 
-    def _rows(
-        self, sequence: Sequence, start: int, ids: list[int], features: Float[Tensor, "rows D"]
-    ) -> tuple[Float[Tensor, " vocab"], Float[Tensor, " D"]]:
-        """Compute rows from `start` on into the pages: the last one's logits and h."""
-        tokens = torch.tensor(ids, device=self.arena.bytes.device)
-        embedded = self.model.model.embed_tokens(tokens[None])
-        features = features[None].to(embedded.dtype)
-        if self._native is not None and self._memory is not None and len(ids) <= ROWS:
-            self._inputs[: len(ids)] = self.draft.layer.combine(embedded, features)[0]
-            self._memory.pages, self._memory.tokens = sequence.pages, start
-            step = self._native.step(torch.arange(len(ids)), [self._memory], [len(ids)], tapped=[1])
-            assert step.taps is not None
-            return step.logits[0], step.taps[-1, 0]
-        cache = LatentCache(1, self.arena.shapes.latent, self.arena.shapes.latent_dtype, self.arena.bytes.device)
+    def _compute(self, pieces: list[_Piece]) -> tuple[Float[Tensor, "n vocab"], Float[Tensor, "n D"]]:
+        """Put rows into the pages: the logits and h of each piece's last."""
+        if self._native is None or any(len(piece.ids) > ROWS for piece in pieces):
+            found = [self._alone(piece) for piece in pieces]
+        else:
+            found = [self._together(some) for some in _parts(pieces, SEQUENCES)]
+        return torch.cat([logits for logits, _ in found]), torch.cat([h for _, h in found])
+
+    def _joined(self, ids: list[int], features: Float[Tensor, "rows D"]) -> Float[Tensor, "1 rows D"]:
+        """What the block reads."""
+        embedded = self.model.model.embed_tokens(torch.tensor([ids], device=features.device))
+        return self.draft.layer.combine(embedded, features[None].to(embedded.dtype))
+
+    def _together(self, pieces: list[_Piece]) -> tuple[Tensor, Tensor]:
+        """In one native call."""
+        assert self._native is not None
+        counts = [len(piece.ids) for piece in pieces]
+        features = pieces[0].features if len(pieces) == 1 else torch.cat([piece.features for piece in pieces])
+        rows = len(features)
+        self._inputs[:rows] = self._joined([token for piece in pieces for token in piece.ids], features)[0]
+        memories = self._memories[: len(pieces)]
+        for memory, piece in zip(memories, pieces):
+            memory.pages, memory.tokens = piece.sequence.pages, piece.start
+        step = self._native.step(torch.arange(rows), memories, counts, tapped=[1])
+        assert step.taps is not None
+        last = [end - 1 for end in itertools.accumulate(counts)]
+        return step.logits, step.taps[last, 0]
+
+    def _alone(self, piece: _Piece) -> tuple[Tensor, Tensor]:
+        """Through torch."""
+        sequence, start, shapes = piece.sequence, piece.start, self.arena.shapes
+        cache = LatentCache(1, shapes.latent, shapes.latent_dtype, self.arena.bytes.device)
         if start:
             cache.append(self.arena.rows(sequence.pages, self.place, start)[None])
-        h = self.draft.layer(embedded, features, cache=cache)
+        depth = self.draft.layer.run(self._joined(piece.ids, piece.features), cache=cache)
         self.arena.write_rows(sequence.pages, self.place, start, cache.latents[0, start:])
-        logits = self.model.lm_head(self.draft.layer.normed(h[:, -1:]))[0, 0]
-        return at_least_float32(logits), h[0, -1]
+        logits = self.model.lm_head(self.draft.layer.normed(depth[:, -1:]))[0]
+        return at_least_float32(logits).cpu(), depth[0, -1:]
 
     # ---------------------------------------------------------------- guesses
 
     @torch.no_grad()
     def propose(self, wishes: list[Wish]) -> list[list[Guess]]:
-        return [self._guesses(wish) for wish in wishes]
-
-    def _guesses(self, wish: Wish) -> list[Guess]:
-        sequence, found = wish.sequence, []
-        token, feature = sequence.ids[-1], self._feature(sequence, sequence.computed)
-        for row in range(sequence.computed, sequence.computed + wish.count):
-            logits, feature = self._rows(sequence, row, [token], feature[None])
-            logits = logits.cpu()
-            if bool(logits.isnan().any()):  # no guess is a reason to end an answer
-                break
-            found.append(self._guess(logits, wish))
-            token = found[-1].id
+        found: list[list[Guess]] = [[] for _ in wishes]
+        going, pieces = [], []
+        for place, wish in enumerate(wishes):
+            sequence = wish.sequence
+            piece = self._owed(sequence, self._reading(sequence, sequence.computed), sequence.computed + 1)
+            if piece is not None:
+                going.append(place)
+                pieces.append(piece)
+        while going:
+            logits, h = self._compute(pieces)
+            usable = (~logits.isnan().any(1)).tolist()  # no guess is a reason to end an answer
+            likeliest = logits.argmax(1).tolist()
+            rows, going, pieces = list(enumerate(going)), [], []
+            for row, place in rows:
+                if not usable[row]:
+                    continue
+                wish = wishes[place]
+                guess = self._drawn(logits[row], wish) if wish.drawn else Guess(likeliest[row])
+                found[place].append(guess)
+                if len(found[place]) < wish.count:
+                    start = wish.sequence.computed + len(found[place])
+                    going.append(place)
+                    pieces.append(_Piece(wish.sequence, start, [guess.id], h[row : row + 1]))
         return found
 
     @staticmethod
-    def _guess(logits: Float[Tensor, " vocab"], wish: Wish) -> Guess:
-        if not wish.drawn:
-            return Guess(int(logits.argmax()))
+    def _drawn(logits: Float[Tensor, " vocab"], wish: Wish) -> Guess:
         q = truncate(tempered(logits.double(), wish.params.temperature).exp(), wish.params)
         return Guess(draw(q, wish.generator), q)
+
+
+def _parts(pieces: list[_Piece], size: int) -> Iterator[list[_Piece]]:
+    for begin in range(0, len(pieces), size):
+        yield pieces[begin : begin + size]
