@@ -25,7 +25,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from nanok3.data.chat import EFFORTS, OURS, Sentences
+from nanok3.data.chat import EFFORTS, OURS, SENTENCES_FILE, Sentences
 from nanok3.data.files import write_file
 from nanok3.data.packing import Batch
 from nanok3.data.tokenizer import Tokenizer
@@ -324,7 +324,7 @@ def save_model(model: K3, tokenizer: Tokenizer, run: Path, stage: str, sentences
     tokenizer.save(folder)
     write_file(folder / MARKER, json.dumps({"stage": stage}).encode())
     if sentences != OURS:
-        write_file(folder / "chat_sentences.json", json.dumps(asdict(sentences)).encode())
+        write_file(folder / SENTENCES_FILE, json.dumps(asdict(sentences)).encode())
     return folder
 
 

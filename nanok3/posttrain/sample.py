@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from nanok3.data.chat import Segment
 from nanok3.envs.environment import Environment, Task
 
 
+@runtime_checkable
 class Domain(Protocol):
     """What rollouts need of a domain: tasks, their environment, and how a task is put to the model."""
 

@@ -6,7 +6,7 @@ weights change. Another one, say behind HTTP or an actor on another machine, has
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.model.decoder import K3
@@ -39,6 +39,7 @@ def open_engine(
     return Engine(runner, ends, forbidden_ids(model, tokenizer), settings)
 
 
+@runtime_checkable
 class Speaker(Protocol):
     """Who says the turns: an engine in this process, or whatever offers the same."""
 

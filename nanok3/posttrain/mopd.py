@@ -1,0 +1,310 @@
+"""Nine teachers, one student: multi-teacher on-policy distillation.
+
+    y ~ student(x, effort e)                            for each domain d and effort e in turn, with e in the prompt
+    r_t = clip( log pT(y_t) - log p(y_t), -R, R )       T = the expert of (d, e); no gradient through r
+    gain = sum of r_t exp(rho_t)                        the objective of RL, with a reward a token instead of an answer
+
+The student's own answers are scored, so it learns where it stands. The mean of r_t is minus the reverse KL to the
+teacher; r_t is taken from the student as it is at each pass, so the pull fades as it arrives. A token's reward is its
+own alone, nothing is discounted into it, and no mean of a group is subtracted.
+
+Teachers are loaded one at a time, score their share of the iteration's samples, and are dropped. They must have the
+student's tokenizer. Source: report 4.1.2, Eq. 15. R is not published. The teacher's context is written there without
+the effort; our experts were trained with it in the prompt, so by default they see it (`teacher_reads_effort`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from nanok3.data.chat import OURS, Sentences, encode
+from nanok3.data.files import write_file
+from nanok3.data.tokenizer import Tokenizer
+from nanok3.model.decoder import K3
+from nanok3.model.weights import load
+from nanok3.posttrain.evaluate import Scores, evaluate, first_tasks
+from nanok3.posttrain.learner import Learner
+from nanok3.posttrain.objective import ObjectiveSettings, dense_reward
+from nanok3.posttrain.rl import save_model
+from nanok3.posttrain.rl_settings import LearnerSettings
+from nanok3.posttrain.rollout import Rollouts, RolloutSettings
+from nanok3.posttrain.sample import Domain, Group, Problem, Sample
+from nanok3.posttrain.score import Packed, check_same, compare, logprobs, packed
+from nanok3.posttrain.speaker import EngineSpeaker, forbidden_ids, open_engine
+from nanok3.train.checkpoint import latest, load_checkpoint, save_checkpoint
+from nanok3.train.track import Tracker
+
+Pair = tuple[str, str]
+"""Domain and effort."""
+
+
+@dataclass(frozen=True)
+class MopdSettings:
+    """The flags of `nanok3 distill`; all values are ours."""
+
+    iterations: int | None = None
+    """Rollouts with their training steps; give this or minutes."""
+    minutes: float | None = None
+    """Length of the run instead."""
+    problems: int = 256
+    """Tasks of each domain's training split that are used, again and again."""
+    r_max: float = 2.0
+    """R: bound of a token's reward, in nats."""
+    teacher_reads_effort: bool = True
+    """Whether a teacher sees the effort in the prompt, as it did in its own training."""
+    rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(prompts=72, samples=1))
+    """How prompts are played; the pairs of domain and effort take turns."""
+    objective: ObjectiveSettings = field(default_factory=lambda: ObjectiveSettings(tau=0.0))
+    """What is learned from them."""
+    learner: LearnerSettings = field(default_factory=LearnerSettings)
+    """The optimizer."""
+    eval_count: int = 200
+    """Held-out answers for each row of the table; 0 for no table."""
+    save_every: int = 10
+    """Iterations between checkpoints; 0 for none."""
+    keep: int = 2
+    """Checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        if (self.iterations is None) == (self.minutes is None):
+            raise ValueError(f"give iterations or minutes; got iterations={self.iterations}, minutes={self.minutes}")
+        for name in ("minutes", "r_max"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be above 0 and finite")
+        for name, low in {"iterations": 1, "problems": 1, "eval_count": 0, "save_every": 0, "keep": 1}.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < 2**31:
+                raise ValueError(f"{name} is {value}; it must be at least {low}")
+        if self.objective.form != "token":
+            raise ValueError(f"form is {self.objective.form!r}; a reward per token needs 'token'")
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Where an expert lies; it is loaded when it is asked."""
+
+    folder: Path
+
+    def open(self, tokenizer: Tokenizer, device: torch.device) -> K3:
+        """ValueError for another tokenizer: its log-probabilities would belong to other words."""
+        if Tokenizer.load(self.folder).fingerprint() != tokenizer.fingerprint():
+            raise ValueError(f"teacher {self.folder}: its tokenizer is not the student's")
+        return load(self.folder, torch.float32, str(device)).eval()
+
+
+def without_effort(sample: Sample, prompt: list[int]) -> Sample:
+    """The same tokens behind another prompt."""
+    begin = sample.places[0]
+    shift = len(prompt) - begin
+    return replace(sample, ids=[*prompt, *sample.ids[begin:]], places=[place + shift for place in sample.places])
+
+
+@torch.no_grad()
+def teacher_logprobs(
+    teacher: K3, samples: list[Sample], forbidden: Tensor, temperature: float, most: int
+) -> dict[int, Tensor]:
+    """Of each sample's sampled tokens, by the sample's `id()`."""
+    marks = [[True] * sample.output for sample in samples]
+    values = [logprobs(teacher, row, forbidden, temperature).cpu() for row in packed(samples, marks, most)]
+    kept = [sample for sample in samples if sample.places]
+    parts = torch.cat(values).split([sample.output for sample in kept]) if kept else []
+    return {id(sample): part for sample, part in zip(kept, parts)}
+
+
+class Mopd:
+    """One run; `step` is an iteration, `fit` all of them."""
+
+    def __init__(
+        self,
+        student: K3,
+        tokenizer: Tokenizer,
+        teachers: Mapping[Pair, Path],
+        domains: Mapping[str, Domain],
+        settings: MopdSettings,
+        run: Path,
+        say: Callable[[str], None] = print,
+        sentences: Sentences = OURS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        unknown = sorted({domain for domain, _ in teachers} - domains.keys())
+        if not teachers or unknown:
+            raise ValueError(f"teachers: {unknown or 'there are none'}; allowed: experts of {', '.join(domains)}")
+        self.model, self.tokenizer, self.domains, self.settings = student.eval(), tokenizer, domains, settings
+        self.teachers = {pair: Teacher(folder) for pair, folder in sorted(teachers.items())}
+        self.pairs, self.run, self.say, self.sentences, self.clock = list(self.teachers), run, say, sentences, clock
+        names = {domain for domain, _ in self.pairs}
+        self.tasks = {name: first_tasks(domains[name], settings.problems, "train", 0) for name in names}
+        self.speaker = EngineSpeaker(open_engine(student, tokenizer, settings.rollout.in_flight))
+        self.rollouts = Rollouts(self.speaker, tokenizer, self._problem, settings.rollout, sentences=sentences)
+        forbidden = forbidden_ids(student, tokenizer)
+        temperature = settings.rollout.temperature
+        self.learner = Learner(student, settings.learner, settings.objective, forbidden, temperature)
+        self.seconds, self.checked, self.track = 0.0, False, Tracker(run)
+
+    def _problem(self, number: int) -> Problem:
+        """The pairs in turn; tasks of a domain go on when all its efforts have had them."""
+        domain, effort = self.pairs[number % len(self.pairs)]
+        tasks = self.tasks[domain]
+        return Problem(number, self.domains[domain], effort, tasks[number // len(self.pairs) % len(tasks)])
+
+    def pair(self, group: Group) -> Pair:
+        return self.pairs[group.prompt % len(self.pairs)]
+
+    @property
+    def iteration(self) -> int:
+        return self.rollouts.iteration
+
+    @property
+    def progress(self) -> float:
+        """From 0 to 1."""
+        if self.settings.minutes is not None:
+            return min(1.0, self.seconds / (60 * self.settings.minutes))
+        return self.iteration / (self.settings.iterations or 1)
+
+    def step(self) -> dict[str, Any]:
+        """Rollouts of the student, the teachers' word on them, training steps; the iteration's numbers."""
+        began = self.clock()
+        with self.learner.qat.projected():
+            groups = self.rollouts.collect()
+            self._check([sample for group in groups for sample in group.valid])
+        taught = self._teach(groups)
+        samples = [sample for group in groups for sample in group.valid if id(sample) in taught]
+        gaps: list[float] = []
+
+        def advantage(row: Packed, logprob: Tensor) -> Tensor:
+            teacher = torch.cat([taught[id(sample)] for sample in row.samples]).to(logprob)
+            gaps.append(float((logprob - teacher).mean()))
+            return dense_reward(teacher, logprob, self.settings.r_max)
+
+        version, most = self.rollouts.version, self.settings.rollout.max_versions
+        learned = self.learner.learn(samples, [s.trained(version, most) for s in samples], advantage, version)
+        earned = [sample.reward or 0.0 for sample in samples]
+        record = {"reverse_kl": sum(gaps) / max(len(gaps), 1), "accuracy": sum(earned) / max(len(earned), 1)}
+        record |= {"lag": sum(s.lag(version) for s in samples) / max(len(samples), 1), **learned.record()}
+        self.rollouts.renew()
+        self.rollouts.release(groups)
+        self.seconds += self.clock() - began
+        self.track.write("mopd", self.iteration, seconds=self.seconds, **record)
+        return record
+
+    def _check(self, samples: list[Sample]) -> None:
+        """Sampler = trainer, on the first samples of this process."""
+        fresh = [s for s in samples if s.places and min(s.versions) == self.rollouts.version][:64]
+        if self.checked or not fresh:
+            return
+        found = compare(self.model, fresh, self.learner.forbidden, self.settings.rollout.temperature)
+        check_same(found, self.model.compute_dtype or self.model.lm_head.weight.dtype)
+        self.checked = True
+        self.say(str(found))
+
+    def _teach(self, groups: list[Group]) -> dict[int, Tensor]:
+        """Each sample's tokens under its own teacher; one teacher in memory at a time."""
+        found: dict[int, Tensor] = {}
+        device, s = self.model.lm_head.weight.device, self.settings
+        for pair, teacher in self.teachers.items():
+            asked = [(g, sample) for g in groups if self.pair(g) == pair for sample in g.valid if sample.places]
+            if not asked:
+                continue
+            read = [sample if s.teacher_reads_effort else self._bare(g, sample) for g, sample in asked]
+            model = teacher.open(self.tokenizer, device)
+            values = teacher_logprobs(
+                model, read, self.learner.forbidden, s.rollout.temperature, s.learner.micro_tokens
+            )
+            found |= {id(sample): values[id(same)] for (_, sample), same in zip(asked, read)}
+        return found
+
+    def _bare(self, group: Group, sample: Sample) -> Sample:
+        problem = self._problem(group.prompt)
+        return without_effort(sample, encode(problem.domain.prompt(problem.task, None), self.tokenizer))
+
+    # ---------------------------------------------------------------- the run
+
+    def fit(self) -> Path:
+        """To the end; the folder of the final model. Ctrl-C saves and is raised again."""
+        try:
+            while self.progress < 1:
+                r = self.step()
+                numbers = f"right {r['accuracy']:.2f} · KL {r['reverse_kl']:.4f} · masked {r['masked']:.1%}"
+                self.say(f"iter {self.iteration:4d} {self.progress:4.0%} · {numbers} · |g| {r['grad_norm']:.2f}")
+                if self.settings.save_every and self.iteration % self.settings.save_every == 0:
+                    self.save()
+        except KeyboardInterrupt:
+            self.save()
+            self.say(f"interrupted after iteration {self.iteration}; saved. --resume goes on")
+            raise
+        if self.settings.save_every:
+            self.save()
+        folder = save_model(self.model, self.tokenizer, self.run, "mopd", self.sentences)
+        if self.settings.eval_count:
+            self.table()
+        self.rollouts.close()
+        return folder
+
+    def table(self) -> list[dict[str, Any]]:
+        """Each teacher against the student, on the same held-out tasks; also written to table.json."""
+        rows = []
+        device = self.model.lm_head.weight.device
+        for (domain, effort), teacher in self.teachers.items():
+            expert = EngineSpeaker(
+                open_engine(teacher.open(self.tokenizer, device), self.tokenizer, self.settings.rollout.in_flight)
+            )
+            theirs, ours = self._scores(expert, domain, effort), self._scores(self.speaker, domain, effort)
+            rows.append({"domain": domain, "effort": effort, "teacher": asdict(theirs), "student": asdict(ours)})
+            self.say(f"{domain:8} {effort:5} teacher {theirs}\n{'':14} student {ours}")
+        write_file(self.run / "table.json", json.dumps(rows, indent=1).encode())
+        return rows
+
+    def _scores(self, speaker: EngineSpeaker, domain: str, effort: str) -> Scores:
+        s = self.settings
+        chosen = self.domains[domain]
+        return evaluate(speaker, self.tokenizer, chosen, effort, s.eval_count, s.rollout, sentences=self.sentences)
+
+    def save(self) -> Path:
+        """Everything that is begun."""
+        state = {"learner": self.learner.state_dict(), "rollouts": json.dumps(self.rollouts.state_dict())}
+        return save_checkpoint(
+            self.run, self.iteration, self.model, state | {"seconds": self.seconds}, self.settings.keep
+        )
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state["learner"])
+        self.rollouts.load_state_dict(json.loads(state["rollouts"]))
+        self.seconds = state["seconds"]
+
+
+def distill(
+    student: K3,
+    tokenizer: Tokenizer,
+    teachers: Mapping[Pair, Path],
+    domains: Mapping[str, Domain],
+    settings: MopdSettings,
+    run: Path,
+    say: Callable[[str], None] = print,
+    resume: bool = False,
+    sentences: Sentences = OURS,
+) -> Path:
+    """Teach `student` by all teachers, given by domain and effort; the folder of the result."""
+    found = latest(run)[0] if resume else None
+    if not resume and (run / "metrics.jsonl").exists():
+        raise ValueError(f"out: {run} holds a run; add --resume, or choose another folder")
+    state = None
+    if found is not None:
+        student, state = load_checkpoint(found)
+    named = {f"{domain}-{effort}": str(folder) for (domain, effort), folder in teachers.items()}
+    write_file(run / "config.yaml", yaml.safe_dump({"teachers": named, **asdict(settings)}).encode())
+    mopd = Mopd(student, tokenizer, teachers, domains, settings, run, say, sentences)
+    if state is not None:
+        mopd.load(state)
+        say(f"going on after iteration {mopd.iteration}")
+    return mopd.fit()
