@@ -22,7 +22,7 @@ from nanok3.data.files import write_file
 from nanok3.data.loader import MixtureLoader
 from nanok3.data.packing import Batch
 from nanok3.model.decoder import K3
-from nanok3.model.mtp import Draft
+from nanok3.model.mtp import Draft, prediction_of
 from nanok3.posttrain.draft import Acceptance, losses, mean_loss, measure, read
 from nanok3.posttrain.draft_settings import DraftSettings
 from nanok3.serve.draft_folder import WEIGHTS, save_draft
@@ -33,7 +33,8 @@ TRAINING = "training.pt"
 
 
 class DraftRun:
-    """One run; `held_out` are batches of a row each."""
+    """One run; `held_out` are batches of a row each. Where a prediction layer hangs on the model, the draft starts as
+    that: the fusion begins as [0 0 I]."""
 
     def __init__(
         self,
@@ -52,6 +53,9 @@ class DraftRun:
         self.device = model.lm_head.weight.device
         torch.manual_seed(settings.seed)
         self.draft = Draft(model.cfg).to(self.device)
+        learned = prediction_of(model)
+        if learned is not None:
+            self.draft.layer.load_state_dict(learned.state_dict())
         self.step, self.found = 0, Acceptance.empty(settings.unroll)
         state = self._saved() if resume else None
         if state is not None:

@@ -4,9 +4,10 @@
     nanok3 draft runs/x --out runs/x-draft --train.steps 300 --resume    after an interrupt
     nanok3 serve runs/x --draft runs/x-draft
 
-It learns from the text the run was trained on, or that of --data, and shows on held-out text how often its first guess
-would be kept, its second, ..., and how many tokens a pass would give. That is for text as it is: how a draft does on
-the model's own answers, the server counts.
+It starts as the prediction layer that was trained with the model (`nanok3 pretrain --train.mtp-weight 0.3`), or from
+fresh weights where there is none. It learns from the text the run was trained on, or that of --data, and shows on
+held-out text how often its first guess would be kept, its second, ..., and how many tokens a pass would give. That is
+for text as it is: how a draft does on the model's own answers, the server counts.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def main(args: DraftArgs) -> None:
     """Train; KeyboardInterrupt, after saving, for Ctrl-C."""
     from nanok3.data.loader import MixtureLoader
     from nanok3.data.prepared import Prepared
+    from nanok3.model.mtp import load_prediction
     from nanok3.posttrain.draft_run import DraftRun
     from nanok3.stages.eval import data_of, run_of, settings_of
     from nanok3.train.machine import keep_freed_memory
@@ -62,9 +64,12 @@ def main(args: DraftArgs) -> None:
     sources, weights = zip(*texts)
     loader = MixtureLoader(sources, weights, 1, args.train.seq_len, args.train.seed)
     rows = held_out_rows(data, args.train.seq_len, args.held_out)
+    learned = load_prediction(opened.model, opened.folder)
     run = DraftRun(opened.model, loader, rows, args.train, args.out, print, args.resume)
     count = sum(p.numel() for p in run.draft.parameters())
-    print(f"a draft of {count:,} parameters; kept: the chance of guess 1, 2, ... on {len(rows)} rows of held-out text")
+    begun = "fresh weights" if learned is None else "the model's prediction layer"
+    print(f"a draft of {count:,} parameters, from {begun}")
+    print(f"kept: the chance of guess 1, 2, ... on {len(rows)} rows of held-out text")
     run.fit()
     print(f"{args.out}: nanok3 serve {args.model} --draft {args.out}")
 

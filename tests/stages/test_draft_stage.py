@@ -17,6 +17,7 @@ from nanok3.data.plan import Source
 from nanok3.data.prepared import prepare
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.model.decoder import K3
+from nanok3.model.mtp import Draft, attach, load_prediction, save_prediction
 from nanok3.posttrain.draft_run import DraftRun
 from nanok3.posttrain.draft_settings import DraftSettings
 from nanok3.serve.draft_folder import load_draft, read_facts
@@ -130,6 +131,29 @@ def test_a_server_guesses_with_it(run: Path, made: Path) -> None:
         engine.drain(0)
     assert answers[0] == answers[1] and len(answers[0]) == 24
     assert engine.speculation is not None and engine.speculation.drafted.tokens > 0
+
+
+def test_it_starts_as_the_prediction_layer(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After 1 step at a rate of next to nothing it is what was trained with the model, behind [0 0 I]."""
+    model = nanok3.load(run / "model", dtype=torch.float32)
+    torch.manual_seed(7)
+    learned = attach(model)
+    learned.eh_proj.weight.data *= 3
+    folder = tmp_path / "with"
+    nanok3.save(model, folder / "model", dtype=torch.float32)
+    save_prediction(model, folder / "model", torch.float32)
+    for name in ("config.yaml", "metrics.jsonl", "nanok3.json"):
+        (folder / name).write_text((run / name).read_text())
+    flags = ["--train.steps", "1", "--train.rows", "1", "--train.seq-len", "24", "--train.unroll", "2"]
+    flags += ["--train.lr", "1e-30", "--held-out", "1", "--threads", "1"]
+    assert command(["draft", str(folder), "--out", str(tmp_path / "made"), *flags]) == 0
+    assert "from the model's prediction layer" in capsys.readouterr().out
+    found = load_draft(tmp_path / "made", nanok3.load(folder / "model", dtype=torch.float32))
+    for name, value in learned.state_dict().items():
+        torch.testing.assert_close(found.layer.state_dict()[name], value, rtol=0, atol=1e-7)
+    fresh = Draft(model.cfg)
+    torch.testing.assert_close(found.fusion.weight, fresh.fusion.weight, rtol=0, atol=1e-7)
+    assert load_prediction(model, run / "model") is None, "a model without"
 
 
 def test_what_cannot_be_is_named(run: Path, made: Path, tmp_path: Path) -> None:
