@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanok3.config import K3Config
+from nanok3.data.images import patchify
 from nanok3.model import moonvit
+from nanok3.model.decoder import K3
 from nanok3.model.moonvit import MoonViT, Projector, read_grids, resize_table, rows_per_item
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "vision"
@@ -265,13 +269,17 @@ def test_the_gradient_is_the_slope(cfg, weights, expected):
 
 
 def test_initialization(cfg):
+    """A matrix begins by what goes in, whatever the text's deviation is; only the table of places and the
+    size of the rows follow that."""
     torch.manual_seed(0)
     for module in (MoonViT(cfg), Projector(cfg)):
         for name, parameter in module.named_parameters():
             if parameter.dim() == 1:
-                assert torch.equal(parameter, torch.ones_like(parameter)), name
+                size = cfg.initializer_range if name == "post_norm.weight" else 1.0
+                assert torch.equal(parameter, torch.full_like(parameter, size)), name
             else:
-                assert parameter.std().item() == pytest.approx(cfg.initializer_range, rel=0.1), name
+                inputs = cfg.initializer_range**-2 if "pos_emb" in name else parameter[0].numel()
+                assert parameter.std().item() == pytest.approx(inputs**-0.5, rel=0.1), name
 
 
 # ------------------------------------------------------------------ the release
@@ -299,6 +307,34 @@ def test_the_release_builds_without_memory_and_has_the_official_size():
         "post_norm.weight": [7168],
     }
     assert {name: shapes[name] for name in official} == official
+
+
+# ------------------------------------------------------------------ before training
+
+
+def square(level: tuple[int, int, int]) -> torch.Tensor:
+    """The patches of a square on white paper."""
+    levels = np.full((56, 56, 3), 255, np.uint8)
+    levels[20:44, 12:36] = level
+    return patchify(levels)
+
+
+@pytest.mark.parametrize("width", [64, 192])
+def test_a_new_tower_works_on_its_patches_at_any_width(width):
+    """With the text's 0.02 everywhere a block would add a tenth of the stream at width 64, and the text would get rows
+    fifty times as large as its own."""
+    tower = {"vt_hidden_size": width, "qkv_hidden_size": width, "mm_hidden_size": width, "vt_num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = K3(replace(K3Config.vision_tiny(), **tower, vt_intermediate_size=4 * width))
+    grown = []
+    for block in model.vision_tower.encoder.blocks:
+        block.register_forward_hook(lambda _, old, new: grown.append(float((new - old[0]).norm() / old[0].norm())))
+    pictures = torch.cat([square((220, 40, 40)), square((50, 85, 225))])
+    with torch.no_grad():
+        red, blue = model.vision(pictures, torch.tensor([[1, 4, 4], [1, 4, 4]])).split(4)
+    assert len(grown) == 3 and all(0.4 < ratio < 2 for ratio in grown)
+    assert float(red.pow(2).mean().sqrt()) == pytest.approx(0.02, rel=0.01)  # as the text's embeddings
+    assert float((red - blue).norm() / red.norm()) > 0.4
 
 
 # ------------------------------------------------------------------ mistakes of a user
