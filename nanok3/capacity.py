@@ -184,6 +184,56 @@ def read_bytes(plan: Plan, split: int) -> float:
     return routed * chosen + others * (plan.devices // split) + plan.batch * (2 * ledger.kda_state_bytes(cfg) + latents)
 
 
+# ---------------------------------------------------------------------- experts from disk
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Serving on one machine with the routed experts on disk (`nanok3.load(..., experts="stream")`).
+
+    trunk: weights that stay in memory; other: states, latents and workspace; expert: bytes of one; per_token: experts
+    that a token needs, over all layers; least: memory with which it can run at all."""
+
+    trunk: int
+    other: int
+    expert: int
+    all_experts: int
+    per_token: int
+    least: int
+
+    def experts_in(self, room: float) -> int:
+        """Experts that `room` bytes hold beside all else; 0 where not even those of one layer and token have any."""
+        return 0 if room < self.least else min(self.all_experts, int(room - self.trunk - self.other) // self.expert)
+
+    @property
+    def cold_bytes(self) -> int:
+        """Read for a token of which nothing is in memory."""
+        return self.per_token * self.expert
+
+
+def streaming(plan: Plan) -> Streaming:
+    """ValueError for a model without routed experts, or a plan for several devices."""
+    cfg = plan.cfg
+    layers = sum(cfg.is_moe(l) for l in range(cfg.num_hidden_layers))
+    if not layers:
+        raise ValueError("experts is 'stream', but the model has no routed experts; allowed: 'resident'")
+    if plan.devices != 1:
+        raise ValueError(f"devices is {plan.devices}; with experts 'stream' it must be 1")
+    lines = {line.name: line.total for line in need(plan).lines}
+    routed, trunk = model_bytes(plan)
+    other = sum(lines.values()) - routed - trunk
+    expert = routed // (layers * cfg.num_experts)
+    least = trunk + other + cfg.num_experts_per_token * expert
+    return Streaming(trunk, other, expert, layers * cfg.num_experts, layers * cfg.num_experts_per_token, least)
+
+
+def expert_bytes(cfg: K3Config) -> int:
+    """One routed expert as the config says it is stored; 0 without any."""
+    routed, _ = _bytes(cfg, ledger.stored_precision(cfg).nbytes)
+    layers = sum(cfg.is_moe(l) for l in range(cfg.num_hidden_layers))
+    return routed // (layers * cfg.num_experts) if layers else 0
+
+
 # ---------------------------------------------------------------------- training
 
 

@@ -21,6 +21,7 @@ import yaml
 
 from nanok3.data.tokenizer import MODEL_FILE, Tokenizer
 from nanok3.model.decoder import K3
+from nanok3.model.streamed_experts import StreamStatistics, stream_of
 from nanok3.model.weights import load
 
 MARKER = "nanok3.json"
@@ -43,26 +44,31 @@ class OpenModel:
         return self.stage is not None and self.stage != "pretrain"
 
 
-def open_model(path: Path, dtype: str = "auto", device: str = "auto") -> OpenModel:
+def open_model(
+    path: Path, dtype: str = "auto", device: str = "auto", experts: str = "resident", expert_memory: int | None = None
+) -> OpenModel:
     """Load what `path` means.
 
     dtype: 'float32', 'bfloat16', 'stored' (as on disk; packed experts stay packed) or 'auto': bfloat16 on a GPU,
-    float32 on a CPU, where it decodes faster. device: 'cpu', 'cuda' or 'auto', a GPU where there is one.
+    float32 on a CPU, where it decodes faster. device: 'cpu', 'cuda' or 'auto', a GPU where there is one. experts,
+    expert_memory: as in `load`; streamed experts keep to a CPU.
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype is {dtype!r}; allowed: 'auto', 'float32', 'bfloat16', 'stored'")
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device is {device!r}; allowed: 'auto', 'cpu', 'cuda'")
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() and experts == "resident" else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but torch finds no GPU here")
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     folder = model_folder(path)
     tokenizer = Tokenizer.load(_tokenizer_folder(folder))
-    model = load(folder, DTYPES[dtype], device)
+    model = load(folder, DTYPES[dtype], device, experts, expert_memory)
     _warm_up(model)
+    if (stream := stream_of(model)) is not None:
+        stream.statistics = StreamStatistics()
     return OpenModel(model, tokenizer, folder, stage_of(folder))
 
 

@@ -1,7 +1,8 @@
 """`nanok3 plan k3 --serve --context 1M --devices 16 --memory 192GiB`: what a model needs, whether it fits, what would.
 
 The bytes and the assumptions behind them are in `nanok3.capacity`; here they are asked for and printed. Memory is in
-powers of 1,024 (GiB), tokens are counted with 1K = 1,024.
+powers of 1,024 (GiB), tokens are counted with 1K = 1,024. With `--experts stream` the routed experts stay on disk, and
+with `--routing-trace FILE` memory budgets for them are tried on a recorded run: plan_streaming.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json as json_format
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import tyro
@@ -20,6 +22,7 @@ from rich.text import Text
 from nanok3 import capacity, ledger
 from nanok3.capacity import DEVICE_COUNTS, Plan
 from nanok3.ledger import as_count, binary_bytes, scaled
+from nanok3.stages import plan_streaming
 
 COMMON_MEMORY = ("24GiB", "80GiB", "141GiB", "192GiB", "288GiB")
 """Device sizes for which the least number is listed where none was given."""
@@ -56,6 +59,12 @@ class PlanArgs:
     """Devices that share one copy of all but the routed experts; 1 replicates it. By default what leaves most room."""
     prefill_chunk: int = 8192
     """Serving: tokens of a prompt that are read at once."""
+    experts: Literal["resident", "stream"] = "resident"
+    """stream: serve on one machine that reads the chosen experts from disk."""
+    disk_bandwidth: str = "3GB"
+    """With --experts stream: what the disk gives in a second, such as 3GB/s."""
+    routing_trace: Path | None = None
+    """Experts that a run chose, from `nanok3 generate --routing-trace`: hit rates by memory, and a recommendation."""
     tokens_per_second: float | None = None
     """Of all devices together; adds the arithmetic and the memory traffic that this rate takes."""
     json: bool = False
@@ -64,8 +73,10 @@ class PlanArgs:
 
 def main(args: PlanArgs) -> None:
     """Print the plan. ValueError names a field that makes no sense, with what is allowed."""
-    plan = resolve(args)
     memory = None if args.memory is None else ledger.parse_bytes("memory", args.memory)
+    if args.experts == "stream" or args.routing_trace is not None:
+        return plan_streaming.main(args, memory)
+    plan = resolve(args)
     facts = collect(plan, memory, args.usable, args.tokens_per_second)
     if args.json:
         print(json_format.dumps({"config": args.config, **facts}, indent=2))
