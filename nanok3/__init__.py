@@ -2,7 +2,7 @@
 
 cfg   = nanok3.K3Config.tiny()
 model = nanok3.K3(cfg)
-model = nanok3.load(folder)           a checkpoint in the official layout
+model = nanok3.load(folder)           a checkpoint in the official layout; experts="stream" leaves experts on disk
 nanok3.save(model, folder)
 tok   = nanok3.Tokenizer.load(folder)
 img   = nanok3.preprocess_image("picture.png")
