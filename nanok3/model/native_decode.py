@@ -174,7 +174,12 @@ class NativeDecoder:
         self._decoder.replay(sequences, rows)
 
     def step_state(
-        self, ids: Int[Tensor, "B T"], state: ModelState, every_row: bool = False, hidden: bool = False
+        self,
+        ids: Int[Tensor, "B T"],
+        state: ModelState,
+        every_row: bool = False,
+        hidden: bool = False,
+        tapped: Sequence[int] = (),
     ) -> Step:
         """Read T tokens of every sequence of a state, which is advanced in place: logits (B, vocab) of the last token,
         or of every row, (B * T, vocab). Whatever shares memory with the state's tensors sees them change; clones and
@@ -186,7 +191,7 @@ class NativeDecoder:
         B, T = ids.shape
         sequences = self._memories(state, T)
         wanted = range(B * T) if every_row else range(T - 1, B * T, T)
-        out = self.step(ids.flatten(), sequences, [T] * B, wanted, hidden)
+        out = self.step(ids.flatten(), sequences, [T] * B, wanted, hidden, tapped)
         for layer in state.layers:
             if isinstance(layer, LatentCache):
                 layer.tokens += T
@@ -194,14 +199,14 @@ class NativeDecoder:
         return out
 
     def try_state(
-        self, ids: Int[Tensor, "1 T"], state: ModelState
-    ) -> tuple[Float[Tensor, "T vocab"], Callable[[int], None]]:
+        self, ids: Int[Tensor, "1 T"], state: ModelState, tapped: Sequence[int] = ()
+    ) -> tuple[Step, Callable[[int], None]]:
         """Read tokens of one sequence on trial: the logits after each, and what to call once, before anything else is
         read: the state, until then as it was, moves on by the first so many of them."""
         count, before = ids.shape[1], state.tokens
         (memory,) = self._memories(state, count)
         memory.record_on(self.tape(count))
-        logits = self.step(ids.flatten(), [memory], [count], range(count)).logits
+        step = self.step(ids.flatten(), [memory], [count], range(count), tapped=tapped)
 
         def keep(tokens: int) -> None:
             memory.tokens = before
@@ -213,7 +218,7 @@ class NativeDecoder:
                     layer.tokens = before + tokens
             state.tokens = before + tokens
 
-        return logits, keep
+        return step, keep
 
     def _memories(self, state: ModelState, rows: int) -> list[SequenceMemory]:
         """Those of the last call, as long as the state still consists of the same tensors."""

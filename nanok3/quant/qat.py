@@ -141,7 +141,12 @@ def mxfp8_inputs(model: nn.Module, rule: str = "ceil") -> None:
     """From now on the routed experts of `model` read their inputs in MXFP8. Modules keep their parameters, buffers,
     names and hooks; they change their class. ValueError as in `moe_layers`."""
     check("w4a8", rule)
-    for moe in moe_layers(model).values():
+    layers = moe_layers(model)
+    for name, moe in layers.items():
+        if not isinstance(moe.experts, Experts | PackedExperts):
+            kind = type(moe.experts).__name__
+            raise ValueError(f"{name} has {kind}, which cannot read MXFP8; load its experts into memory")
+    for moe in layers.values():
         moe.__class__ = LatentMoEOnMXFP8
         experts: Any = moe.experts
         experts.__class__ = PackedExpertsOnMXFP8 if isinstance(experts, PackedExperts) else ExpertsOnMXFP8

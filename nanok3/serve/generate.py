@@ -41,6 +41,7 @@ from nanok3.data.tokenizer import StreamDecoder, Tokenizer
 from nanok3.model.basics import at_least_float32
 from nanok3.model.cache import ModelState
 from nanok3.model.decoder import K3
+from nanok3.model.mtp import Draft, taps
 from nanok3.model.native_decode import NativeDecoder
 from nanok3.serve.lone_draft import LoneDraft
 from nanok3.serve.pictures import Shown, eyes_of, show
@@ -154,7 +155,7 @@ class Generation:
         prefill_chunk: int,
         generator: torch.Generator | None,
         images: Images,
-        draft: tuple[Drafter, int] | None,
+        draft: tuple[Drafter | Draft, int] | None,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
@@ -173,7 +174,7 @@ class Generation:
         self.counts = TokenCounts.of(self.prompt, model.cfg.vocab_size) if params.counts_tokens else None
         self.draft = None
         if draft is not None:
-            self.draft = LoneDraft(model, self.prompt, draft[0], params, self.generator, draft[1])
+            self.draft = LoneDraft(model, self.prompt, draft[0], params, self.generator, draft[1], self.limit)
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
@@ -246,16 +247,26 @@ class Generation:
     def _read(self, ids: list[int]) -> Float[Tensor, " vocab"]:
         """Logits after `ids`; the state has read them. Ids that may not be said are at -inf."""
         tokens = torch.tensor([ids], device=self.model.lm_head.weight.device)
+        tapped = () if self.draft is None else self.draft.tapped
         shown = any(picture.start <= self.state.tokens < picture.end for picture in self.pictures)
         if len(ids) == 1 and not shown and isinstance(self.decoder, NativeDecoder):
-            logits = self.decoder.step_state(tokens, self.state).logits[0]
+            step = self.decoder.step_state(tokens, self.state, tapped=tapped)
+            self._tell(step.taps)
+            logits = step.logits[0]
         else:
-            if self.eyes is None:
-                final = self.model.hidden_states(tokens, state=self.state)
-            else:
-                final = self.eyes.hidden_states(tokens, self.pictures, self.state, self)
+            with taps(self.model, tapped) as found:
+                if self.eyes is None:
+                    final = self.model.hidden_states(tokens, state=self.state)
+                else:
+                    final = self.eyes.hidden_states(tokens, self.pictures, self.state, self)
+            self._tell(torch.stack([found[layer][0] for layer in tapped], dim=1) if found else None)
             logits = at_least_float32(self.model.lm_head(final[:, -1:])[0, 0]).cpu()
         return logits.index_fill(0, self.forbidden, -torch.inf)
+
+    def _tell(self, features: Float[Tensor, "rows layers D"] | None) -> None:
+        """A trained draft reads along."""
+        if self.draft is not None and self.draft.tapped and features is not None:
+            self.draft.heard(features)
 
     def _say(self, token: int, logprob: float) -> None:
         self.ids.append(token)
@@ -288,7 +299,7 @@ def stream(
     prefill_chunk: int = PREFILL_CHUNK,
     generator: torch.Generator | None = None,
     images: Images = (),
-    draft: tuple[Drafter, int] | None = None,
+    draft: tuple[Drafter | Draft, int] | None = None,
 ) -> Generation:
     """An iterator over pieces of the answer to `prompt`, text or ids; the work is done as it is read.
 
@@ -313,7 +324,7 @@ def generate(
     prefill_chunk: int = PREFILL_CHUNK,
     generator: torch.Generator | None = None,
     images: Images = (),
-    draft: tuple[Drafter, int] | None = None,
+    draft: tuple[Drafter | Draft, int] | None = None,
 ) -> Completion:
     """The whole answer; arguments as in `stream`. `on_text` gets each piece as it comes, together the answer's text.
     Ctrl-C ends it with what was said so far and finish_reason 'interrupted'; the state stays usable."""

@@ -25,7 +25,7 @@ import tyro
 
 if TYPE_CHECKING:
     from nanok3.data.images import Image
-    from nanok3.model.decoder import K3
+    from nanok3.model.mtp import Draft
     from nanok3.serve.generate import Completion
     from nanok3.serve.run_folder import OpenModel
     from nanok3.serve.sampler import SamplingParams
@@ -44,25 +44,39 @@ class ModelFlags:
     """auto: a GPU where there is one."""
     threads: int | None = None
     """CPU threads; torch's own choice when not given."""
-    experts: Literal["resident", "stream"] = "resident"
-    """stream: routed experts stay on disk and are read when they are chosen; for models larger than memory, on a
-    CPU."""
-    expert_memory: str | None = None
-    """With --experts stream: memory for those used last, such as 512MiB. Not given: half of what is free."""
+    expert_inputs: Literal["plain", "mxfp8"] = "plain"
+    """mxfp8: routed experts read their inputs rounded to MXFP8, as `--train.qat w4a8` trains them."""
 
     def open(self) -> OpenModel:
         """Load the model with these flags."""
         import torch
 
-        from nanok3.ledger import parse_bytes
         from nanok3.serve.run_folder import open_model
 
-        memory = None if self.expert_memory is None else parse_bytes("expert_memory", self.expert_memory)
         if self.threads is not None:
             if not 1 <= self.threads <= 1024:
                 raise ValueError(f"threads is {self.threads}; it must lie between 1 and 1024")
             torch.set_num_threads(self.threads)
-        return open_model(self.model, self.dtype, self.device, self.experts, memory)
+        return with_inputs(open_model(self.model, self.dtype, self.device), self.expert_inputs)
+
+
+def with_inputs(opened: OpenModel, inputs: str) -> OpenModel:
+    """The model with its routed experts on such inputs."""
+    if inputs == "mxfp8":
+        from nanok3.quant.qat import mxfp8_inputs
+
+        mxfp8_inputs(opened.model, trained_rule(opened.folder))
+    return opened
+
+
+def trained_rule(folder: Path) -> str:
+    """The scale rule that a model was packed by or trained with, else the default."""
+    from nanok3.stages.eval import run_of, settings_of
+
+    report = folder / "quantization.json"
+    if report.is_file():
+        return str(json.loads(report.read_text("utf-8")).get("scale_rule", "ceil"))
+    return str(settings_of(run_of(folder)).get("train", {}).get("qat_scale_rule", "ceil"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +128,8 @@ class GenerateArgs(SamplingFlags, ModelFlags):
     prefill_chunk: int = 512
     """Prompt tokens read at once; less saves memory."""
     draft: str | None = None
-    """`ngram` guesses what followed the same tokens before, and reads several tokens at once where that is right; the
-    answer stays what it is."""
+    """`ngram` guesses what followed the same tokens before, a folder is a draft made by `nanok3 draft`; several tokens
+    are read at once, and the answer stays what it is."""
     draft_tokens: int = 7
     """Guesses at a time."""
     json: bool = False
@@ -124,23 +138,21 @@ class GenerateArgs(SamplingFlags, ModelFlags):
     """Write JSON lines to this file instead of stdout."""
     resume: bool = False
     """Keep the finished prompts of an interrupted --out."""
-    routing_trace: Path | None = None
-    """Write to this file which experts were chosen; `nanok3 plan --routing-trace FILE` tries memory budgets on it."""
 
 
 def main(args: GenerateArgs) -> None:
     """Run the command. ValueError for wrong arguments; KeyboardInterrupt, after saving, for Ctrl-C."""
-    from nanok3.serve.routing_trace import Recorder
+    from nanok3.serve.draft_folder import load_draft
 
     params, prompts = args.sampling(), read_prompts(args)
     if args.resume and args.out is None:
         raise ValueError("--resume goes on with an --out file; give --out too")
-    images, drafter = read_images(args), drafter_of(args.draft, args.draft_tokens)
+    images, named = read_images(args), drafter_of(args.draft, args.draft_tokens)
     answers = Answers(args.out, prompts, settings(args, params), args.seed is None, args.resume) if args.out else None
     if answers is not None:
         params = replace(params, seed=answers.settings["seed"])
     opened = args.open()
-    recorder = None if args.routing_trace is None else Recorder(opened.model)
+    drafter = load_draft(named, opened.model) if isinstance(named, Path) else named
     done: list[Completion] = []
     try:
         for index, prompt in enumerate(prompts):
@@ -155,10 +167,6 @@ def main(args: GenerateArgs) -> None:
     finally:
         if done:
             print(summary(done, params), file=sys.stderr)
-            if streaming := streaming_summary(opened.model):
-                print(streaming, file=sys.stderr)
-            if recorder is not None and args.routing_trace is not None:
-                recorder.trace(expert_bytes(opened.model)).save(args.routing_trace)
 
 
 def answer(
@@ -169,7 +177,7 @@ def answer(
     params: SamplingParams,
     answers: Answers | None,
     images: list[Image],
-    drafter: Drafter | None = None,
+    drafter: Drafter | Draft | None = None,
 ) -> Completion:
     """Answer one prompt and put it where the flags say."""
     from nanok3.serve.generate import generate
@@ -187,14 +195,19 @@ def answer(
     return completion
 
 
-def drafter_of(draft: str | None, tokens: int) -> Drafter | None:
-    """Who --draft names. ValueError for anything else than `ngram`, and for lengths that cannot be."""
+def drafter_of(draft: str | None, tokens: int) -> Drafter | Path | None:
+    """Who --draft names: a folder is to be loaded with its model. ValueError for what is neither, and for lengths that
+    cannot be."""
+    from nanok3.serve.draft_folder import read_facts
     from nanok3.serve.speculative import NGrams, check_tokens
 
     check_tokens(tokens)
-    if draft not in (None, "ngram"):
-        raise ValueError(f"draft is {draft!r}; allowed: 'ngram'")
-    return None if draft is None else NGrams()
+    if draft in (None, "ngram"):
+        return None if draft is None else NGrams()
+    if not Path(draft).is_dir():
+        raise ValueError(f"draft is {draft!r}; allowed: 'ngram', or a folder made by nanok3 draft")
+    read_facts(Path(draft))
+    return Path(draft)
 
 
 # ---------------------------------------------------------------------- prompts
@@ -370,28 +383,3 @@ def summary(done: list[Completion], params: SamplingParams) -> str:
     if drafts:
         line += f"; {sum(d.accepted for d in drafts)} of {sum(d.tokens for d in drafts)} guesses were right"
     return line + ("; interrupted" if "interrupted" in reasons else "")
-
-
-def streaming_summary(model: K3) -> str | None:
-    """One line: what reading experts from disk took; None where they are resident."""
-    from nanok3.ledger import binary_bytes
-    from nanok3.model.streamed_experts import stream_of
-
-    stream = stream_of(model)
-    if stream is None:
-        return None
-    s = stream.statistics
-    return (
-        f"experts: {stream.slots.size:,} of {len(stream.files.places):,} fit into {binary_bytes(stream.memory)}; "
-        f"{s.hits:,} were there ({s.hit_rate:.1%}), {s.reads:,} were read: {binary_bytes(s.bytes)} in "
-        f"{s.seconds_reading:.1f} s, of which {s.seconds_waited:.1f} s were waited for"
-    )
-
-
-def expert_bytes(model: K3) -> int:
-    """Of one expert: as it is streamed, else as the model's config says it is stored."""
-    from nanok3 import capacity
-    from nanok3.model.streamed_experts import stream_of
-
-    stream = stream_of(model)
-    return capacity.expert_bytes(model.cfg) if stream is None else stream.form.nbytes

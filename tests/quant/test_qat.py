@@ -13,6 +13,7 @@ import nanok3
 from nanok3.baselines.frame import BaselineConfig
 from nanok3.baselines.modern_gpt import ModernGPT
 from nanok3.config import K3Config
+from nanok3.data.tokenizer import Tokenizer
 from nanok3.model.decoder import K3
 from nanok3.model.latent_moe import PackedExperts, Routing, routed_reference, routed_sorted
 from nanok3.model.mxfp4 import dequantize_mxfp4, quantize_mxfp4
@@ -20,6 +21,7 @@ from nanok3.model.native_decode import NativeDecoder
 from nanok3.quant.mxfp import MXFP4, MXFP8, SCALE_RULES, project
 from nanok3.quant.pack import pack_experts
 from nanok3.quant.qat import MATRICES, MODES, QAT, moe_layers, mxfp8_inputs, to_mxfp8
+from nanok3.stages.generate import ModelFlags
 from nanok3.train.settings import TrainSettings
 
 BASELINE = BaselineConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -246,3 +248,28 @@ def test_nothing_is_beyond_the_scale_with_ceil_and_nothing_new_is_rounded(model:
     with pytest.raises(ValueError, match="packed already"):
         pack_experts(model)
     assert set(MATRICES) == {"w1", "w2", "w3"}
+
+
+# ------------------------------------------------------------------ serving
+
+
+def test_serving_on_mxfp8_inputs_is_what_training_saw(tmp_path):
+    """--expert-inputs mxfp8 on a packed checkpoint: bit for bit the logits of a forward pass of --train.qat w4a8, under
+    the rule that the folder names."""
+    torch.manual_seed(0)
+    tokenizer = Tokenizer({bytes([byte]): byte for byte in range(256)})
+    model = K3(K3Config.tiny(initializer_range=0.1).at_depth(3).with_vocabulary(tokenizer.vocab_size)).eval()
+    ids = torch.randint(0, 256, (1, 24))
+    for rule in ("ceil", "even"):
+        folder = tmp_path / rule
+        trained = K3(model.cfg).eval()
+        trained.load_state_dict(model.state_dict())
+        with torch.no_grad(), QAT(trained, "w4a8", rule).projected():
+            seen = trained(ids).logits
+            nanok3.save(trained, folder, experts="mxfp4", dtype=torch.float32)
+        tokenizer.save(folder)
+        (folder / "quantization.json").write_text(f'{{"scale_rule": "{rule}"}}')
+        with torch.no_grad():
+            plain = ModelFlags(model=folder, dtype="float32").open().model(ids).logits
+            served = ModelFlags(model=folder, dtype="float32", expert_inputs="mxfp8").open().model(ids).logits
+        assert torch.equal(served, seen) and not torch.equal(plain, seen)

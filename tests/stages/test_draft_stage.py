@@ -133,6 +133,16 @@ def test_a_server_guesses_with_it(run: Path, made: Path) -> None:
     assert engine.speculation is not None and engine.speculation.drafted.tokens > 0
 
 
+def test_generate_guesses_with_it(run: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for flags in ([], ["--draft", str(made), "--draft-tokens", "3"]):
+        flags += ["--prompt", "Line 3 of", "--temperature", "0", "--max-tokens", "60", "--threads", "1"]
+        assert command(["generate", str(run), *flags]) == 0
+        said.append(capsys.readouterr())
+    assert said[0].out == said[1].out and len(said[0].out) > 5
+    assert "guesses were right" in said[1].err and "guesses" not in said[0].err
+
+
 def test_it_starts_as_the_prediction_layer(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After 1 step at a rate of next to nothing it is what was trained with the model, behind [0 0 I]."""
     model = nanok3.load(run / "model", dtype=torch.float32)
