@@ -25,6 +25,7 @@ import tyro
 
 if TYPE_CHECKING:
     from nanok3.data.images import Image
+    from nanok3.model.decoder import K3
     from nanok3.model.mtp import Draft
     from nanok3.serve.generate import Completion
     from nanok3.serve.run_folder import OpenModel
@@ -46,18 +47,26 @@ class ModelFlags:
     """CPU threads; torch's own choice when not given."""
     expert_inputs: Literal["plain", "mxfp8"] = "plain"
     """mxfp8: routed experts read their inputs rounded to MXFP8, as `--train.qat w4a8` trains them."""
+    experts: Literal["resident", "stream"] = "resident"
+    """stream: routed experts stay on disk and are read when they are chosen; for models larger than memory, on a
+    CPU."""
+    expert_memory: str | None = None
+    """With --experts stream: memory for those used last, such as 512MiB. Not given: half of what is free."""
 
     def open(self) -> OpenModel:
         """Load the model with these flags."""
         import torch
 
+        from nanok3.ledger import parse_bytes
         from nanok3.serve.run_folder import open_model
 
+        memory = None if self.expert_memory is None else parse_bytes("expert_memory", self.expert_memory)
         if self.threads is not None:
             if not 1 <= self.threads <= 1024:
                 raise ValueError(f"threads is {self.threads}; it must lie between 1 and 1024")
             torch.set_num_threads(self.threads)
-        return with_inputs(open_model(self.model, self.dtype, self.device), self.expert_inputs)
+        opened = open_model(self.model, self.dtype, self.device, self.experts, memory)
+        return with_inputs(opened, self.expert_inputs)
 
 
 def with_inputs(opened: OpenModel, inputs: str) -> OpenModel:
@@ -138,11 +147,14 @@ class GenerateArgs(SamplingFlags, ModelFlags):
     """Write JSON lines to this file instead of stdout."""
     resume: bool = False
     """Keep the finished prompts of an interrupted --out."""
+    routing_trace: Path | None = None
+    """Write to this file which experts were chosen; `nanok3 plan --routing-trace FILE` tries memory budgets on it."""
 
 
 def main(args: GenerateArgs) -> None:
     """Run the command. ValueError for wrong arguments; KeyboardInterrupt, after saving, for Ctrl-C."""
     from nanok3.serve.draft_folder import load_draft
+    from nanok3.serve.routing_trace import Recorder
 
     params, prompts = args.sampling(), read_prompts(args)
     if args.resume and args.out is None:
@@ -153,6 +165,7 @@ def main(args: GenerateArgs) -> None:
         params = replace(params, seed=answers.settings["seed"])
     opened = args.open()
     drafter = load_draft(named, opened.model) if isinstance(named, Path) else named
+    recorder = None if args.routing_trace is None else Recorder(opened.model)
     done: list[Completion] = []
     try:
         for index, prompt in enumerate(prompts):
@@ -167,6 +180,10 @@ def main(args: GenerateArgs) -> None:
     finally:
         if done:
             print(summary(done, params), file=sys.stderr)
+            if streaming := streaming_summary(opened.model):
+                print(streaming, file=sys.stderr)
+            if recorder is not None and args.routing_trace is not None:
+                recorder.trace(expert_bytes(opened.model)).save(args.routing_trace)
 
 
 def answer(
@@ -383,3 +400,28 @@ def summary(done: list[Completion], params: SamplingParams) -> str:
     if drafts:
         line += f"; {sum(d.accepted for d in drafts)} of {sum(d.tokens for d in drafts)} guesses were right"
     return line + ("; interrupted" if "interrupted" in reasons else "")
+
+
+def streaming_summary(model: K3) -> str | None:
+    """One line: what reading experts from disk took; None where they are resident."""
+    from nanok3.ledger import binary_bytes
+    from nanok3.model.streamed_experts import stream_of
+
+    stream = stream_of(model)
+    if stream is None:
+        return None
+    s = stream.statistics
+    return (
+        f"experts: {stream.slots.size:,} of {len(stream.files.places):,} fit into {binary_bytes(stream.memory)}; "
+        f"{s.hits:,} were there ({s.hit_rate:.1%}), {s.reads:,} were read: {binary_bytes(s.bytes)} in "
+        f"{s.seconds_reading:.1f} s, of which {s.seconds_waited:.1f} s were waited for"
+    )
+
+
+def expert_bytes(model: K3) -> int:
+    """Of one expert: as it is streamed, else as the model's config says it is stored."""
+    from nanok3 import capacity
+    from nanok3.model.streamed_experts import stream_of
+
+    stream = stream_of(model)
+    return capacity.expert_bytes(model.cfg) if stream is None else stream.form.nbytes

@@ -60,6 +60,11 @@ class ServeArgs:
     """CPU threads; torch's own choice when not given."""
     expert_inputs: Literal["plain", "mxfp8"] = "plain"
     """mxfp8: routed experts read their inputs rounded to MXFP8, as `--train.qat w4a8` trains them."""
+    experts: Literal["resident", "stream"] = "resident"
+    """stream: routed experts stay on disk and are read when they are chosen; for models larger than memory, on a
+    CPU."""
+    expert_memory: str | None = None
+    """With --experts stream: memory for those used last, such as 512MiB. Not given: half of what is free."""
     scripted: Path | None = None
     """In place of a model: a file of replies, one JSON object a line. Needs --tokenizer."""
     tokenizer: Path | None = None
@@ -179,6 +184,10 @@ class ServeArgs:
             raise ValueError(f"cache_disk is {self.cache_disk}; it needs --cache-folder")
         if self.cache_memory is None and self.cache_folder is None:
             return None
+        if self.experts == "stream":
+            raise ValueError(
+                "cache_memory and cache_folder name a model by all of its weights; allowed: no --experts stream"
+            )
         if self.scripted is not None or not self.prefix_cache:
             flag = "--scripted" if self.scripted else "--no-prefix-cache"
             raise ValueError(f"cache_memory and cache_folder need a model and its prefix cache; allowed: no {flag}")
@@ -314,7 +323,13 @@ def open_real(args: ServeArgs) -> Opened:
     if args.model is None:
         raise ValueError("no model was given; name its folder, or --scripted FILE with --tokenizer FOLDER")
     opened = ModelFlags(
-        model=args.model, dtype=args.dtype, device=args.device, threads=args.threads, expert_inputs=args.expert_inputs
+        model=args.model,
+        dtype=args.dtype,
+        device=args.device,
+        threads=args.threads,
+        expert_inputs=args.expert_inputs,
+        experts=args.experts,
+        expert_memory=args.expert_memory,
     ).open()
     if not opened.answers:
         print(f"{args.model} is a base model: it continues texts, and has not been taught to answer", file=sys.stderr)
