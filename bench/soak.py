@@ -12,9 +12,10 @@ that are right, and everything else is an error. Beside them one thread notes th
     memory      resident MiB after a quarter of the time and at the end, and the slope of a line through what is between
     baseline    once all clients have gone: nothing runs or waits, no page is used, no thread or file is left; after a
                 flush all pages are free and the tier is empty
-    step        quantiles of what a step takes beside the model and the answers, by the clock and in the engine's own
-                CPU time (nanok3_scheduler_seconds, nanok3_scheduler_cpu_seconds); by the clock it has what the machine
-                gives to other programs in it, so on a busy one it says little
+    step        quantiles of what a step takes to decide who reads what with which pages, by the clock and in the
+                engine's own CPU time (nanok3_scheduler_seconds, nanok3_scheduler_cpu_seconds); by the clock it has what
+                the machine gives to other programs in it, so on a busy one it says little. What prefixes take that
+                leave for the tier and return is beside it (nanok3_offload_step_cpu_seconds)
 
 It ends with status 1 if there was an error, a counter off its baseline, or memory that grew.
 """
@@ -359,7 +360,8 @@ def soak(options: Options, target: load.Target, pid: int) -> tuple[harness.Recor
         **{
             f"{short}_p{round(100 * share)}_ms": quantile(after, warm, name, share)
             for short, name in (("scheduler", "scheduler_seconds"), ("scheduler_cpu", "scheduler_cpu_seconds"),
-                                ("answer", "step_answer_seconds"), ("model", "step_model_seconds"))
+                                ("tier_cpu", "offload_step_cpu_seconds"), ("answer", "step_answer_seconds"),
+                                ("model", "step_model_seconds"))
             for share in (0.5, 0.99)
         },
         **{name: after.get(f"nanok3_{name}_total", 0.0) for name in ("cached_tokens", "preemptions", "offload_hits")},

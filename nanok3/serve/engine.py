@@ -37,6 +37,7 @@ from nanok3.serve.sampler import SamplingParams, TokenCounts, adjust, new_genera
 from nanok3.serve.scheduler import Limits, Memory, Scheduler, Work
 from nanok3.serve.sequence import Sequence, Status
 from nanok3.serve.speculative import Guess, Speculation, Wish, settle
+from nanok3.serve.step_seconds import StepSeconds, Stopwatch
 
 log = logging.getLogger("nanok3")
 _numbers = itertools.count()
@@ -215,20 +216,6 @@ class Counters:
     finished: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class StepSeconds:
-    """Where the time of one step went."""
-
-    deciding: float
-    """Whom to admit, who reads what with which pages, and what of it is kept: all but the model and the answers."""
-    deciding_cpu: float
-    """Of it, what this thread computed; the rest it waited for another thread or program."""
-    reading: float
-    """The model."""
-    answering: float
-    """Sampling, and the readers."""
-
-
 class Engine:
     """Serves jobs with one model. `start` its thread, or call `step` yourself."""
 
@@ -250,6 +237,7 @@ class Engine:
         self.pool = PagePool(runner.pages, freed)
         self.cache = PrefixCache(self.pool, self.settings.hash_block, layout.page_tokens, len(layout.groups))
         self.scheduler = Scheduler(self.cache, layout, runner.arena, self.settings.limits, self.settings.caching)
+        self._moving = Stopwatch()
         self.offload = None if self.settings.tier is None else self._offload(self.settings.tier)
         self.checks = CacheChecks(
             runner, self.cache, self.settings.check_cache, self.settings.check_bound, self.settings.limits.budget
@@ -344,9 +332,12 @@ class Engine:
         if not isinstance(self.runner.arena, Arena):
             raise ValueError("tier: this model keeps nothing that could be evicted; allowed: None")
         offload = Offload(tier, self.cache, self.runner.layout, ArenaBytes(self.runner.arena))
-        self.scheduler.before_lookup = lambda sequence: offload.restore(
-            sequence.keys.keys, len(sequence.ids), len(self.scheduler.running)
-        )
+
+        def restore(sequence: Sequence) -> None:
+            offload.restore(sequence.keys.keys, len(sequence.ids), len(self.scheduler.running))
+
+        self.scheduler.before_lookup = self._moving.timed(restore)
+        self.cache.leaving = self._moving.timed(offload.leaving)
         return offload
 
     @property
@@ -448,6 +439,7 @@ class Engine:
     def step(self) -> None:
         """One step for all jobs."""
         began, cpu = time.perf_counter(), time.thread_time()
+        self._moving.reset()
         self._run_errands()
         self._welcome()
         self._dismiss()
@@ -469,6 +461,7 @@ class Engine:
             elif not piece.draft:
                 self.scheduler.commit(piece)
         committed, committed_cpu = time.perf_counter(), time.thread_time()
+        moving, moving_cpu = self._moving.seconds, self._moving.cpu
         for piece in work:
             logits = results.get(piece.sequence.id)
             if isinstance(logits, Tensor) and piece.sequence.status is Status.RUNNING:
@@ -479,8 +472,9 @@ class Engine:
         answered = time.perf_counter()
         self.checks.step()
         self.counters.steps += 1
-        deciding, deciding_cpu = decided - began + committed - read, decided_cpu - cpu + committed_cpu - read_cpu
-        self.on_step(StepSeconds(deciding, deciding_cpu, read - decided, answered - committed))
+        deciding = decided - began + committed - read - moving
+        deciding_cpu = decided_cpu - cpu + committed_cpu - read_cpu - moving_cpu
+        self.on_step(StepSeconds(deciding, deciding_cpu, moving_cpu, read - decided, answered - committed))
 
     def _read(self, work: list[Work], scored: frozenset[str]) -> dict[str, Tensor | Exception]:
         try:

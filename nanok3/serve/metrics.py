@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nanok3.serve.engine import Engine, Job, Outcome, StepSeconds
+from nanok3.serve.engine import Engine, Job, Outcome
 from nanok3.serve.offload import Offload
 from nanok3.serve.page_pool import Kind
+from nanok3.serve.step_seconds import StepSeconds
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
@@ -35,8 +36,10 @@ class Metrics:
         self._gap = histogram("inter_token_latency_seconds", "Between two tokens of one answer.")
         self._queue = histogram("request_queue_time_seconds", "From submission to admission.")
         self._whole = histogram("e2e_request_latency_seconds", "From submission to the end.")
-        self._deciding = histogram("scheduler_seconds", "Of a step, beside the model and the answers.", SHORT)
+        self._deciding = histogram("scheduler_seconds", "Of a step, to decide what is read.", SHORT)
         self._deciding_cpu = histogram("scheduler_cpu_seconds", "Of it, computing.", SHORT)
+        moving = "Of a step, for prefixes that left for the tier or returned, computing."
+        self._moving_cpu = histogram("offload_step_cpu_seconds", moving, SHORT) if engine.offload is not None else None
         self._reading = histogram("step_model_seconds", "Of a step, for the model.")
         self._answering = histogram("step_answer_seconds", "Of a step, for sampling and parsing.", SHORT)
         limits = "Prompts by what kept their prefix hit from being longer."
@@ -52,6 +55,8 @@ class Metrics:
         """From the engine's thread."""
         self._deciding.observe(step.deciding)
         self._deciding_cpu.observe(step.deciding_cpu)
+        if self._moving_cpu is not None:
+            self._moving_cpu.observe(step.moving_cpu)
         self._reading.observe(step.reading)
         self._answering.observe(step.answering)
 

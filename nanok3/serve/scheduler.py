@@ -5,6 +5,10 @@ What is left goes to prompts in chunks: half of it to the one that came first, s
 rest to those with least left, so that a short one does not wait for long ones; what a half leaves over is the other's.
 A quarter of the places is kept for prompts that fit into one step.
 
+Whoever is served in a step waits for all of it, and whoever comes meanwhile for its end. So where somebody waits, an
+answer or a prompt that can be read to its end, prompts that cannot have a quarter of the budget together, in that step
+and in the few after it: the next short one may be on its way. Long ones among themselves have all of it.
+
     admission    wait while another sequence reads the same beginning; look the prompt up in the prefix cache; hold what
                  was found; take pages for the rest of the prompt and for the state; copy the snapshot into the state,
                  and the last page if the hit ends inside it
@@ -14,7 +18,7 @@ A quarter of the places is kept for prompts that fit into one step.
 
 A chunk ends at a boundary where the state is wanted: the last one of the prompt (the turn's end, where the next request
 goes on), the point where an earlier request with the same beginning parted from this one, and a sparse grid. Ours: the
-grid's width, the halves and the quarter.
+grid's width, the halves and the quarters.
 
 Numbers only; the bytes are moved by a `Memory`.
 """
@@ -28,6 +32,11 @@ from typing import Protocol, runtime_checkable
 from nanok3.serve.page_pool import Kind, OutOfPages, PageLayout
 from nanok3.serve.prefix_cache import Match, Node, PrefixCache
 from nanok3.serve.sequence import Sequence, Status
+
+LONG_SHARE = 4
+"""Where others wait, prompts that do not end in the step have one part in so many of its budget."""
+WATCHFUL_STEPS = 8
+"""Steps after the last that others waited in, before the budget is theirs again."""
 
 
 @runtime_checkable
@@ -92,6 +101,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self._watchful = 0
         self.before_lookup: Callable[[Sequence], None] = lambda sequence: None
         """Told each sequence that is to be admitted; may bring back what was evicted (offload.py)."""
 
@@ -112,24 +122,40 @@ class Scheduler:
     def plan(self) -> list[Work]:
         """What to read now; pages are taken. Call `commit` for each piece once it was read."""
         self._admit()
-        work = [piece for sequence in self._in_order() if sequence.decoding and (piece := self._give(sequence, 1))]
+        order = sorted(self.running, key=lambda sequence: sequence.rank)
+        work = [piece for sequence in order if sequence.decoding and (piece := self._give(sequence, 1))]
         left = self.limits.budget - len(work)
-        reading = [sequence for sequence in self._in_order() if not sequence.decoding]
+        reading = [sequence for sequence in order if sequence.status is Status.RUNNING and not sequence.decoding]
+        self._watch(work, reading, left)
         if reading and left > 0:
             work += self._chunks(reading, left)
         return [piece for piece in work if piece.sequence.status is Status.RUNNING]
 
-    def _in_order(self) -> list[Sequence]:
-        return sorted(self.running, key=lambda sequence: sequence.rank)
+    def _watch(self, decoding: list[Work], reading: list[Sequence], left: int) -> None:
+        """Note whether anybody waits for this step."""
+        if decoding or any(sequence.remaining <= left for sequence in reading):
+            self._watchful = WATCHFUL_STEPS + 1
+        else:
+            self._watchful = max(0, self._watchful - 1)
 
     def _chunks(self, reading: list[Sequence], budget: int) -> list[Work]:
+        """Who reads how much of the budget; `long` is what is left of it for prompts that do not end in this step."""
+        long = min(budget, max(1, self.limits.budget // LONG_SHARE)) if self._watchful else budget
         first, *others = reading
-        share = min(first.remaining, budget if not others else -(-budget // 2))
+        parts = 2 if others else 1
+        share = min(first.remaining, -(-budget // parts))
+        if share < first.remaining:
+            share = min(share, -(-long // parts))
+            long -= share
         counts, left = {id(first): share}, budget - share
         for sequence in sorted(others, key=lambda sequence: (sequence.priority, sequence.remaining, sequence.arrival)):
             count = min(sequence.remaining, left)
+            if count < sequence.remaining:
+                count = min(count, long)
+                long -= count
             counts[id(sequence)], left = count, left - count
-        counts[id(first)] += min(first.remaining - share, left)
+        rest = min(first.remaining - share, left)
+        counts[id(first)] += rest if share + rest == first.remaining else min(rest, long)
         pieces = [self._give(sequence, counts[id(sequence)]) for sequence in reading if counts[id(sequence)]]
         return [piece for piece in pieces if piece is not None]
 
@@ -137,7 +163,7 @@ class Scheduler:
         """A piece of work and the pages it writes, or None when the sequence had to give way."""
         if sequence.status is not Status.RUNNING:
             return None
-        end = min(sequence.computed + count, self.next_stop(sequence))
+        end = sequence.computed + 1 if count == 1 else min(sequence.computed + count, self.next_stop(sequence))
         while (missing := self.layout.latent_pages(end) - len(sequence.pages)) > 0:
             try:
                 sequence.pages += self.cache.allocate(Kind.LATENT, missing)
@@ -189,6 +215,8 @@ class Scheduler:
     def _register(self, sequence: Sequence) -> None:
         span = self.cache.span
         assert sequence.node is not None
+        if 0 < sequence.computed - sequence.node.depth * span < span:
+            return  # no boundary was reached
         for depth in range(sequence.node.depth + 1, sequence.computed // span + 1):
             if sequence.node.removed:
                 return  # the cache was cleared since
@@ -227,11 +255,13 @@ class Scheduler:
     def _admit(self) -> None:
         if len(self.running) >= self.limits.max_sequences:
             return
+        reading = [sequence for sequence in self.running if not sequence.decoding]
         for sequence in self._queue():
             if len(self.running) >= self.limits.max_sequences:
                 return
-            if self._fits_the_places(sequence) and not self._is_being_read(sequence):
-                self._start(sequence)
+            wanted = self._fits_the_places(sequence) and not self._is_being_read(sequence, reading)
+            if wanted and self._start(sequence):
+                reading.append(sequence)
 
     def _queue(self) -> list[Sequence]:
         """Waiting sequences: those that came first, and every second one the shortest of the rest."""
@@ -248,16 +278,17 @@ class Scheduler:
         kept = self.limits.max_sequences // 4
         return sequence.remaining <= self.limits.budget or len(self.running) < self.limits.max_sequences - kept
 
-    def _is_being_read(self, sequence: Sequence) -> bool:
-        """Whether another sequence is on its way to a boundary, common to both, where its state will be kept: waiting
-        for it costs less than reading the same tokens beside it."""
+    def _is_being_read(self, sequence: Sequence, reading: list[Sequence]) -> bool:
+        """Whether one of those that read is on its way to a boundary, common to both, where its state will be kept:
+        waiting for it costs less than reading the same tokens beside it."""
         if not self.caching:
             return False
         usable = sequence.keys.keys[: (len(sequence.ids) - 1) // self.cache.span]
+        if not usable:
+            return False
         return any(
             self._wanted(other, depth)
-            for other in self.running
-            if not other.decoding
+            for other in reading
             for depth in range(other.computed // self.cache.span + 1, _common(other.keys.keys, usable) + 1)
         )
 
@@ -338,6 +369,8 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
+        if not self.running and not self.waiting:
+            self._watchful = 0
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

@@ -6,7 +6,7 @@
 A unit is there whole or not at all. A file is written under another name and renamed when it is complete; when it is
 read, its size, its checksum and its identity (model, weights, layout) must be right, and otherwise it is deleted and
 the look-up a miss. What has not been used for longest moves from memory to the folder, and from there away. Files are
-written by a thread of their own; until one is done its unit is still in memory.
+written and removed by a thread of their own; until one is done its unit is still in memory.
 
 The folder belongs to one server at a time, which holds a lock on it. At its start files of other identities, and what
 a killed server left, are removed.
@@ -140,6 +140,13 @@ def _glance(path: Path, identity: str) -> Place:
     return Place(start, bytes.fromhex(header["base"]), size)
 
 
+def _write(path: Path, unit: Unit, identity: str) -> int:
+    """How many bytes it took."""
+    data = to_bytes(unit, identity)
+    write_file(path, data)
+    return len(data)
+
+
 def _remove(path: Path) -> None:
     """A file that no longer counts. One that cannot be removed stays, and is of no use to anybody."""
     try:
@@ -177,7 +184,8 @@ class UnitStore:
     def __post_init__(self) -> None:
         self._held: OrderedDict[bytes, Unit] = OrderedDict()
         self._files: OrderedDict[bytes, Place] = OrderedDict()
-        self._moving: dict[bytes, tuple[Unit, Future[None]]] = {}
+        self._moving: dict[bytes, tuple[Unit, Future[int]]] = {}
+        self._removing: Future[None] | None = None
         self.memory_used = self.disk_used = 0
         self._writer = ThreadPoolExecutor(1, "offload") if self.folder is not None else None
         self._lock: int | None = None
@@ -271,10 +279,12 @@ class UnitStore:
             self._delete(key)
 
     def settle(self) -> None:
-        """Wait until all files are written."""
+        """Wait until all files are written, and those that made room for them are gone."""
         for _, writing in self._moving.values():
             writing.exception()
         self._collect()
+        if self._removing is not None:
+            self._removing.exception()
 
     def close(self) -> None:
         """Write what is in memory to the folder, as far as it fits, and end the writer."""
@@ -303,7 +313,7 @@ class UnitStore:
             self.counts.dropped += 1
             return
         path, identity = self._path(unit.key), self.identity
-        self._moving[unit.key] = unit, self._writer.submit(lambda: write_file(path, to_bytes(unit, identity)))
+        self._moving[unit.key] = unit, self._writer.submit(_write, path, unit, identity)
 
     def _collect(self) -> None:
         """Take note of files that were written since."""
@@ -312,8 +322,7 @@ class UnitStore:
                 continue
             del self._moving[key]
             try:
-                writing.result()
-                size = self._path(key).stat().st_size
+                size = writing.result()
             except Exception as error:
                 log.warning("a prefix could not be written to %s: %s", self.folder, error)
                 self.counts.dropped += 1
@@ -324,8 +333,14 @@ class UnitStore:
 
     def _trim_disk(self) -> None:
         while self.disk_used > self.disk:
-            self._delete(next(iter(self._files)))
+            key, place = self._files.popitem(last=False)
+            self.disk_used -= place.size
             self.counts.dropped += 1
+            path = self._path(key)
+            if self._writer is None:
+                _remove(path)
+            else:  # a removal takes the system milliseconds, and the engine's thread must not wait for it
+                self._removing = self._writer.submit(_remove, path)
 
     def _read(self, key: bytes) -> Unit | None:
         path = self._path(key)

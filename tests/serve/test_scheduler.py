@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanok3.serve.page_pool import PageLayout, PagePool
 from nanok3.serve.prefix_cache import PrefixCache, SpanKeys
-from nanok3.serve.scheduler import Limits, Scheduler
+from nanok3.serve.scheduler import WATCHFUL_STEPS, Limits, Scheduler
 from nanok3.serve.sequence import Sequence, Status
 
 
@@ -230,7 +230,44 @@ def test_a_short_prompt_overtakes_long_ones_but_the_first_long_one_goes_on():
     world.step()
     short = world.add([9] * 12)
     world.step()
-    assert short.said and long[0].computed == 32, "half of both steps"
+    assert short.said and long[0].computed == 16 + 4, "half of the first step, and half of what long ones have then"
+
+
+def test_long_prompts_have_a_quarter_of_a_step_that_others_wait_for_and_of_the_next_ones():
+    world = World(pages=2000, page_tokens=4, span=512, groups=1, budget=32, max_sequences=8)
+    long = [world.add([i] * 900) for i in range(3)]
+
+    def read():
+        return sum(piece.count for piece in world.step() if piece.sequence in long)
+
+    assert read() == 32, "nobody else is there"
+    short = world.add([9] * 12)
+    assert read() == 8 and short.said
+    assert [read() for _ in range(3)] == [8] * 3, "its answer waits for each step"
+    world.scheduler.finish(short)
+    assert [read() for _ in range(WATCHFUL_STEPS + 1)] == [8] * WATCHFUL_STEPS + [32], "and then all is theirs again"
+    late = world.add([8] * 28)
+    assert read() == 4 and late.said, "half of it is the first one's, whoever else is there"
+
+
+def test_who_comes_after_all_have_gone_has_the_whole_budget():
+    world = World(pages=2000, page_tokens=4, span=512, groups=1, budget=32, max_sequences=8)
+    world.run(world.add([9] * 12))
+    assert sum(piece.count for piece in (world.add([8] * 900), world.step())[1]) == 32
+
+
+def test_the_first_long_prompt_is_never_starved_by_short_ones():
+    """Short prompts come all the time, more of them than a step can read."""
+    world = World(pages=4000, page_tokens=4, span=512, groups=1, budget=32, max_sequences=64)
+    long = world.add([1] * 200)
+    for _ in range(200 // 4 + 1):
+        for _ in range(4):
+            world.add([9] * 12)
+        world.step()
+        for sequence in list(world.scheduler.running):
+            if sequence.said and sequence is not long:
+                world.scheduler.finish(sequence)
+    assert long.said
 
 
 def test_places_are_kept_for_short_prompts():
