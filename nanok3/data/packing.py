@@ -22,14 +22,13 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from nanok3.data.picture_shards import StoredPicture
 from nanok3.data.prepared import TokenSource
 
 NO_TARGET = -100
@@ -76,6 +75,24 @@ class Pictures:
     def to(self, device: torch.device) -> Pictures:
         """The same pictures with their tensors on `device`."""
         return Pictures(self.pixel_values.to(device), self.grid_thw.to(device), self.places.to(device), self.ids)
+
+
+@runtime_checkable
+class Documents(Protocol):
+    """What rows are made of: documents by their number. A prepared source is one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def pictures(self) -> Any: ...
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray: ...
+
+    def pictures_of(self, document: int) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -186,7 +203,7 @@ def check_fits(source: TokenSource, seq_len: int) -> None:
         raise ValueError(f"seq_len: {seq_len}; documents with pictures are not cut, {source.name} needs {longest}")
 
 
-def collate(rows: Sequence[tuple[TokenSource, list[Piece]]], seq_len: int) -> Batch:
+def collate(rows: Sequence[tuple[Documents, list[Piece]]], seq_len: int) -> Batch:
     """Rows of pieces, each row from one source, as a batch."""
     pad = rows[0][0].pad_id
     inputs = np.full((len(rows), seq_len), pad, np.int64)
@@ -217,8 +234,8 @@ def collate(rows: Sequence[tuple[TokenSource, list[Piece]]], seq_len: int) -> Ba
 class _Found(NamedTuple):
     """A picture that stands in a batch, before its pixels are read."""
 
-    source: TokenSource
-    picture: StoredPicture
+    source: Documents
+    picture: Any
     place: int
     id: PictureId
 

@@ -1,6 +1,6 @@
 """Three kinds of tasks, one a domain, so short that a model of a million parameters learns them in minutes.
 
-    ladder     6+3+9+4+7+2                      general: the sum; a partial sum a step is thinking that helps
+    ladder     a6b3c9d4e7f2                     general: the sum; a partial sum a step is thinking that helps
     ledger     ada+17 to ben                    agent: get and set on a table of numbers, judged by the table
     program    x3*4+ f1=5 f2=8                  coding: mend a program of a stack machine, so that f is what is wanted
 
@@ -29,7 +29,7 @@ from nanok3.envs.questions import distinct
 from nanok3.envs.tools import ToolError, tool
 
 NAMES = ("ada", "ben", "eva", "ida", "leo", "max", "tom", "zoe")
-TERMS = 6
+TERMS, LETTERS = 6, "abcdef"
 
 
 def _name(kind: str, content: str) -> str:
@@ -42,16 +42,17 @@ def _name(kind: str, content: str) -> str:
 def ladder(random: Random) -> Task:
     """The sum of six digits. Judged by `questions.AnswerEnvironment`."""
     terms = [random.randint(1, 9) for _ in range(TERMS)]
-    goal, total = "+".join(map(str, terms)), str(sum(terms))
+    goal, total = "".join(f"{l}{term}" for l, term in zip(LETTERS, terms)), str(sum(terms))
     told = {"text": total, "thinking": climb(terms, 1)}
     hidden = {"answer": total, "terms": terms, "solution": [told]}
     return Task(_name("ladder", goal), "general", goal, {}, hidden, budget=Budget(steps=1))
 
 
 def climb(terms: Sequence[int], stride: int, slip: int = 0, at: int = 0) -> str:
-    """The partial sums, `stride` numbers a step; `slip` is added from step `at` on, which is how a mistake goes on."""
-    sums = [sum(terms[:n]) for n in range(stride if stride > 1 else 2, len(terms) + 1, stride)]
-    return ",".join(str(found + slip * (step >= at)) for step, found in enumerate(sums))
+    """The partial sums, `stride` numbers a step, each behind the letter of the last number in it: `c18f31`. `slip` is
+    added from step `at` on, which is how a mistake goes on."""
+    ends = range(stride if stride > 1 else 2, len(terms) + 1, stride)
+    return "".join(f"{LETTERS[n - 1]}{sum(terms[:n]) + slip * (step >= at)}" for step, n in enumerate(ends))
 
 
 # ---------------------------------------------------------------------- agent

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from nanok3.data.chat import CLOSE, EFFORTS, OPEN, OURS, RESPONSE, THINK, TOOLS,
 from nanok3.data.chat import render as render_chat
 from nanok3.data.images import Image, preprocess_image
 from nanok3.data.packing import NO_TARGET, Batch, Piece, collate, pack_whole
-from nanok3.data.prepared import TokenSource
 from nanok3.data.tokenizer import Tokenizer
 
 PAD = "<|media_pad|>"
@@ -299,7 +298,7 @@ class Conversations:
 
     def batch(self, rows: Sequence[list[Piece]], seq_len: int, kinds: Sequence[Kind] = SAMPLED) -> Batch:
         """Rows as a batch whose targets are the ids of these kinds."""
-        whole = collate([(cast(TokenSource, self), row) for row in rows], seq_len)
+        whole = collate([(self, row) for row in rows], seq_len)
         keep = torch.zeros(whole.targets.numel(), dtype=torch.bool)
         for begin, end, of in zip(whole.cu_seqlens[:-1].tolist(), whole.cu_seqlens[1:].tolist(), whole.ids):
             if of is not None:

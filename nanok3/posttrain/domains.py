@@ -138,9 +138,9 @@ def _slip(random: Random) -> int:
 
 def _climb(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
     terms, stride = task.hidden["terms"], {"low": 3, "high": 2, "max": 1}[effort]
-    steps = climb(terms, stride).count(",") + 1
+    steps = len(terms) // stride - (stride == 1)
     thinking = climb(terms, stride, _slip(random) if wrong else 0, random.randrange(steps))
-    return [Reply(thinking.rsplit(",", 1)[-1], thinking=thinking)]
+    return [Reply(thinking.rsplit("f", 1)[-1], thinking=thinking)]
 
 
 def _keep(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:

@@ -5,8 +5,7 @@
     OUT/model/             the model, its tokenizer and wording, and the marker {"stage": "sft"}
 
 Rows are packed from whole conversations, and the states of KDA and the keys of MLA begin anew at each (`cu_seqlens`).
-Quantization-aware training (report 4.1.4: from here on) is the setting `qat`, and on for a model that was stored with
-packed experts. The rates are ours.
+Quantization-aware training (report 4.1.4: from here on) is the setting `qat`. The rates are ours.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
@@ -25,7 +24,6 @@ from torch import nn
 from nanok3.data.chat import OURS, SENTENCES_FILE, Sentences
 from nanok3.data.clean import digest, unit
 from nanok3.data.files import write_file
-from nanok3.data.loader import MixtureLoader
 from nanok3.data.packing import Batch
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.ledger import active_parameters, parameters
@@ -34,6 +32,7 @@ from nanok3.model.weights import save
 from nanok3.posttrain.conversation_loader import ConversationLoader
 from nanok3.posttrain.conversations import SAMPLED, Conversation, Conversations, Encoder, Example, conversation_of
 from nanok3.posttrain.domains import SENTENCES, Mistakes, demonstrations, domains, small_model, small_tokenizer
+from nanok3.posttrain.sft_settings import WORLD
 from nanok3.serve.generate import generate
 from nanok3.serve.run_folder import MARKER
 from nanok3.serve.sampler import SamplingParams
@@ -41,13 +40,6 @@ from nanok3.train.checkpoint import latest, load_checkpoint
 from nanok3.train.loop import Trainer
 from nanok3.train.report import write_report
 from nanok3.train.settings import TrainSettings
-
-DEFAULTS = TrainSettings(batch_size=8, seq_len=512, lr=2e-3, warmup_fraction=0.03, eval_every=50, sample_every=0)
-"""How conversations are learned; the length of the schedule is counted in epochs where neither steps nor minutes are
-given."""
-WORLD = replace(DEFAULTS, batch_size=8, lr=1e-2, eval_every=100, save_every=0)
-"""The same for a small model that begins from nothing."""
-
 
 # ---------------------------------------------------------------------- data
 
@@ -128,14 +120,14 @@ class SftTrainer(Trainer):
     """The loop of pre-training; what is said differs."""
 
     def how_to_resume(self) -> str:
-        return f"nanok3 sft --out {self.run} --resume with the same flags"
+        return f"nanok3 sft --out {self.run} --resume"
 
 
 def prompts_of(held_out: Conversations, count: int) -> list[tuple[list[int], int]]:
     """The ids before the first answer of some conversations, and how many ids the answers have together."""
     found = []
     for example in held_out.examples[:count]:
-        first = int(example.kinds.argmax() if example.kinds.max() == 1 else (example.kinds > 0).argmax())
+        first = int((example.kinds > 0).argmax())
         found.append((example.ids[:first].tolist(), int((example.kinds > 0).sum())))
     return found
 
@@ -189,9 +181,7 @@ def trainer_for(
     """A trainer at the start, or at the newest checkpoint of `out`. ValueError for a folder that holds a run, unless
     it is gone on with."""
     if model.cfg.vocab_size != tokenizer.vocab_size:
-        raise ValueError(
-            f"the model has a vocabulary of {model.cfg.vocab_size}, the tokenizer of {tokenizer.vocab_size}"
-        )
+        raise ValueError(f"vocab_size is {model.cfg.vocab_size}; the tokenizer has {tokenizer.vocab_size} ids")
     checkpoint, passed_over = latest(out)
     for problem in passed_over:
         say(f"passed over: {problem}")
@@ -207,9 +197,7 @@ def trainer_for(
     settings = schedule(settings, len(loader.rows), epochs)
     validation = by_channel(taught.held_out, settings.batch_size, settings.seq_len)
     sample = answering(taught.held_out, tokenizer) if settings.sample_every and len(taught.held_out) else None
-    trainer = SftTrainer(
-        model, cast(MixtureLoader, loader), settings, out, token_sizes(tokenizer), validation, sample, say
-    )
+    trainer = SftTrainer(model, loader, settings, out, token_sizes(tokenizer), validation, sample, say)
     if state is not None:
         trainer.load_state_dict(state)
     else:
@@ -222,8 +210,9 @@ def finish(trainer: Trainer, tokenizer: Tokenizer, sentences: Sentences) -> Path
     assert isinstance(trainer.model, K3)
     folder = trainer.run / "model"
     trainer.model.compute_dtype = None
+    packed = trainer.qat.mode != "off" and trainer.model.cfg.expert_format is not None
     with trainer.qat.projected():
-        save(trainer.model, folder)
+        save(trainer.model, folder, "mxfp4" if packed else "bf16")
     tokenizer.save(folder)
     if sentences != OURS:
         write_file(folder / SENTENCES_FILE, (json.dumps(asdict(sentences), indent=2) + "\n").encode())

@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nanok3.data.files import write_file
+from nanok3.train import report_conversations, report_vision
 from nanok3.train import report_pictures as pictures
-from nanok3.train import report_vision
+from nanok3.train.report_conversations import has_conversations
 from nanok3.train.report_pictures import COMPRESSORS, missing, note, smoothed, spaced
 from nanok3.train.run_record import Record, Run, mapping_of, number, read_run
 from nanok3.train.svg import compact, escape, median
@@ -41,6 +42,7 @@ def write_report(run_dir: Path | str) -> Path:
 def page(run: Run) -> str:
     """The whole document."""
     sections = [
+        *([_section("What was taught", report_conversations.taught(run))] if has_conversations(run) else []),
         _section("Against compressors", _compression(run)),
         _section("Learning", pictures.learning(run)),
         _section("Held-out text over time", pictures.validation(run)),

@@ -1,0 +1,84 @@
+"""The small world: every solution is right, no shortcut is, and the stack machine computes what it should."""
+
+from itertools import islice
+
+import pytest
+
+from nanok3.envs.environment import Reply
+from nanok3.envs.episode import play, scripted, solution
+from nanok3.envs.questions import AnswerEnvironment
+from nanok3.envs.small_world import KINDS, NAMES, Ledger, Workbench, climb, columns, evaluate, small_tasks
+from nanok3.envs.tools import Call, ToolError
+
+OPEN = {"ladder": AnswerEnvironment, "ledger": Ledger, "program": Workbench}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_solutions_are_right_and_the_splits_are_apart(kind):
+    tasks = list(islice(small_tasks(kind), 40))
+    for task in tasks:
+        played = play(OPEN[kind](), task, scripted(solution(task)))
+        assert played.reward == 1 and played.outcome == "done" and not played.tool_errors, played
+    held_out = {task.id for seed in (0, 1) for task in islice(small_tasks(kind, "held-out", seed), 40)}
+    assert not held_out & {task.id for task in tasks}
+    assert [task.id for task in islice(small_tasks(kind), 40)] == [task.id for task in tasks]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attacks_earn_nothing(kind):
+    attacks = [Reply(""), Reply("ok"), Reply("Answer:"), Reply("ok " * 50), Reply("", thinking="")]
+    for task in islice(small_tasks(kind), 20):
+        listed = Reply("\n".join(map(str, range(100))))
+        for reply in [*attacks, Reply(task.goal), listed, Reply(" ".join(map(str, range(100))))]:
+            assert play(OPEN[kind](), task, scripted([reply])).reward == 0, (task, reply)
+
+
+def test_the_table_has_to_be_the_one_asked_for_and_no_other():
+    task = next(small_tasks("ledger"))
+    *turns, last = solution(task)
+    other = next(name for name in NAMES if name != task.hidden["target"])
+    more = Reply(calls=(Call("set", {"k": other, "v": 7}),))
+    assert play(Ledger(), task, scripted([*turns, last])).reward == 1
+    assert play(Ledger(), task, scripted([*turns, more, last])).reward == 0
+    assert play(Ledger(), task, scripted([*turns, *turns])).reward == 0, "the episode was not ended by an answer"
+    everything = tuple(Call("set", {"k": name, "v": task.hidden["terms"][0]}) for name in NAMES)
+    assert play(Ledger(), task, scripted([Reply(calls=everything), last])).reward == 0
+
+
+def test_bad_calls_are_observations():
+    for kind, call in (
+        ("ledger", Call("get", {"k": "nobody"})),
+        ("ledger", Call("set", '{"k": "ada", "v": "7"}')),
+        ("program", Call("write", {"p": "__import__('os')"})),
+        ("program", Call("write", {"p": "x+"})),
+        ("program", Call("write", {"p": "9" * 13})),
+    ):
+        played = play(OPEN[kind](), next(small_tasks(kind)), scripted([Reply(calls=(call,)), Reply("ok")]))
+        assert played.tool_errors == 1 and played.reward == 0 and played.outcome == "done"
+
+
+def test_the_stack_machine():
+    assert [evaluate("x3*4+", x) for x in (1, 2)] == [7, 10]
+    assert evaluate("x9-", 4) == -5 and evaluate("xx*", 7) == 49
+    for wrong in ("", "x+", "x3", "y", "x 3+"):
+        with pytest.raises(ToolError):
+            evaluate(wrong, 1)
+
+
+def test_a_program_that_fits_the_two_values_shown_by_chance_is_wrong():
+    task = next(task for task in small_tasks("program") if (task.hidden["a"], task.hidden["b"]) == (3, 4))
+    calls = (Call("write", {"p": "xx*6+"}),)  # 7 and 10 at 1 and 2, as 3 x + 4 has
+    played = play(Workbench(), task, scripted([Reply(calls=calls), Reply("ok")]))
+    assert played.public == "2 of 2 values are right" and played.reward == 0
+
+
+def test_workings():
+    assert climb([6, 3, 9, 4, 7, 2], 1) == "b9c18d22e29f31"
+    assert climb([6, 3, 9, 4, 7, 2], 2) == "b9d22f31" and climb([6, 3, 9, 4, 7, 2], 3) == "c18f31"
+    assert climb([6, 3, 9, 4, 7, 2], 2, slip=-1, at=1) == "b9d21f30"
+    assert columns(42, 19) == "2+9=11 4+1+1=6"
+
+
+def test_a_kind_that_is_not_there():
+    with pytest.raises(ValueError, match="kind is 'x'; expected one of ladder, ledger, program"):
+        small_tasks("x")
