@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +183,8 @@ class Answers:
         self._loop = asyncio.get_running_loop()
         self._queue: Inbox = asyncio.Queue()
         self._watch: asyncio.Task[None] | None = None
+        self._submission: asyncio.Task[None] | None = None
+        self._failed: Exception | None = None
 
     def tell(self, item: Piece | Ended) -> None:
         """From the engine's thread."""
@@ -195,14 +197,38 @@ class Answers:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """All of them or none. RequestError if the engine does not take them."""
+        self._expect(jobs)
+        self._hand_over()
+
+    def submit_after(self, ready: Coroutine[Any, Any, None], jobs: Sequence[Job]) -> None:
+        """As `submit`, once that has been done; the time it takes is the jobs' own. What the engine does not take then
+        is the error of the answers."""
+        self._expect(jobs)
+        begun = time.monotonic()
+
+        async def hand_over() -> None:
+            try:
+                await ready
+                if not any(job.cancelled for job in self.jobs):
+                    for job in self.jobs:
+                        job.seconds = job.seconds and max(1e-9, job.seconds - (time.monotonic() - begun))
+                    self._hand_over()
+            except Exception as error:
+                self._failed = error
+                self._queue.put_nowait(None)
+
+        self._submission = self._loop.create_task(hand_over())
+
+    def _expect(self, jobs: Sequence[Job]) -> None:
         most = self.engine.settings.max_waiting
         if len(jobs) > most:
             raise RequestError(f"the request asks for {len(jobs)} answers; allowed: {most}", "n")
+        self.jobs, self._open = list(jobs), set(range(len(jobs)))
+
+    def _hand_over(self) -> None:
         try:
-            for job in jobs:
+            for job in self.jobs:
                 self.engine.submit(job)
-                self._open.add(len(self.jobs))
-                self.jobs.append(job)
         except Overloaded as error:
             self.close()
             raise Busy(str(error), error.retry_after) from None
@@ -239,7 +265,7 @@ class Answers:
             found = [item for item in items if item is not None]
             self._open -= {item.index for item in found if isinstance(item, Ended)}
             if len(found) < len(items):
-                raise ClientGone
+                raise self._failed or ClientGone
             yield _joined(found)
 
     async def all(self) -> list[Whole]:

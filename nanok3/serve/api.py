@@ -3,7 +3,7 @@
     POST /v1/chat/completions   POST /v1/completions      GET /v1/models, /v1/models/{model}
     POST /v1/responses          POST /v1/messages, /v1/messages/count_tokens
     POST, GET, DELETE /v1/files, /v1/files/{file}, /v1/files/{file}/content
-    POST /tokenize, /detokenize, /apply-template          GET /health, /ready, /metrics, /v1/loads
+    POST /tokenize, /detokenize, /apply-template          GET /tokenizer_info, /health, /ready, /metrics, /v1/loads
     POST /admin/flush, /admin/save, /admin/load           GET /  the chat page
 
 FastAPI carries it and writes /openapi.json. Bodies are read by protocol.py, not by annotations: its rules have an
@@ -57,6 +57,10 @@ class Route:
     """JSON schema of the request, for /openapi.json."""
     kinds: tuple[str, ...] = ("application/json",)
     """Content types of the answer."""
+    asked: str = "application/json"
+    """That of the request."""
+    query: Mapping[str, Any] | None = None
+    """JSON schemas of what may stand behind the path."""
 
 
 SPOKEN = ("application/json", "text/event-stream")
@@ -75,8 +79,8 @@ ROUTES = (
         "POST", "/v1/messages", messages_api.messages, "The same, as Anthropic's Messages API", openapi.MESSAGES, SPOKEN
     ),
     Route("POST", "/v1/messages/count_tokens", messages_api.count_tokens, "Tokens of a prompt", openapi.MESSAGES),
-    Route("POST", "/v1/files", files_api.upload, "Upload a file, as multipart/form-data"),
-    Route("GET", "/v1/files", files_api.files, "The files of this client"),
+    Route("POST", "/v1/files", files_api.upload, "Upload a file", openapi.FILE, asked="multipart/form-data"),
+    Route("GET", "/v1/files", files_api.files, "The files of this client", query=openapi.FILES_QUERY),
     Route("GET", "/v1/files/{file}", files_api.file, "One of them"),
     Route("GET", "/v1/files/{file}/content", files_api.content, "Its content", kinds=("application/octet-stream",)),
     Route("DELETE", "/v1/files/{file}", files_api.delete, "Delete it"),
@@ -84,6 +88,7 @@ ROUTES = (
     Route("GET", "/v1/models/{model:path}", status_api.model, "One of them"),
     Route("POST", "/tokenize", tokens_api.tokenize, "Ids of a text or a conversation", openapi.TOKENIZE),
     Route("POST", "/detokenize", tokens_api.detokenize, "Text of ids", openapi.DETOKENIZE),
+    Route("GET", "/tokenizer_info", tokens_api.tokenizer_info, "Who encodes"),
     Route("POST", "/apply-template", tokens_api.apply_template, "The prompt of a conversation", openapi.CHAT),
     Route("GET", "/health", status_api.health, "Whether the engine runs"),
     Route("GET", "/ready", status_api.ready, "Whether requests are taken"),
@@ -115,7 +120,7 @@ def make_app(
             methods=[route.method],
             summary=route.summary,
             name=route.path,
-            openapi_extra=openapi.operation(route.path, route.body),
+            openapi_extra=openapi.operation(route.path, route.body, route.asked, route.query),
             responses=openapi.responses(route.kinds),
             response_class=Response,
         )

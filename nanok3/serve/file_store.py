@@ -14,6 +14,12 @@ from typing import Any
 
 from nanok3.serve.fields import RequestError
 
+SEEN = ("image", "vision")
+VIDEO = "video"
+PURPOSES = (*SEEN, VIDEO, "user_data", "assistants", "file-extract", "batch", "fine-tune", "evals")
+MOST_FILES = 10_000
+"""Entries of a list."""
+
 
 @dataclass(frozen=True)
 class FilesLimits:
@@ -56,7 +62,8 @@ class Files:
 
     def __init__(self, limits: FilesLimits) -> None:
         self.limits = limits
-        self.bytes = 0
+        self.bytes = self.added = 0
+        """Of those that are kept, and how many came since the start."""
         self._files: dict[str, File] = {}
         self._lock = threading.Lock()
 
@@ -74,7 +81,11 @@ class Files:
             file = File(f"file-{secrets.token_hex(16)}", owner, name, purpose, content, int(time.time()))
             self._files[file.id] = file
             self.bytes += len(content)
+            self.added += 1
         return file
+
+    def __len__(self) -> int:
+        return len(self._files)
 
     def all(self, owner: int | None) -> list[File]:
         """Of one client, the newest first."""

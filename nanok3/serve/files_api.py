@@ -16,14 +16,9 @@ from typing import Any
 from urllib.parse import quote
 
 from nanok3.serve.fields import RequestError, encodable, refuse
-from nanok3.serve.file_store import File
+from nanok3.serve.file_store import MOST_FILES, PURPOSES, SEEN, VIDEO, File
 from nanok3.serve.server import Call, Server, in_thread
 
-SEEN = ("image", "vision")
-VIDEO = "video"
-PURPOSES = (*SEEN, VIDEO, "user_data", "assistants", "file-extract", "batch", "fine-tune", "evals")
-MOST = 10_000
-"""Entries of a list."""
 MOST_PARTS = 64
 """Of a form."""
 
@@ -80,9 +75,9 @@ async def files(server: Server, call: Call) -> dict[str, Any]:
         if place is None:
             raise refuse("after", after, "the id of a file in the list")
         found = found[place + 1 :]
-    limit = call.query.get("limit", str(MOST))
-    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:6]) <= MOST:
-        raise refuse("limit", limit, f"a whole number from 1 to {MOST}")
+    limit = call.query.get("limit", str(MOST_FILES))
+    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:6]) <= MOST_FILES:
+        raise refuse("limit", limit, f"a whole number from 1 to {MOST_FILES}")
     page = found[: int(limit[:6])]
     ends = {"first_id": page[0].id, "last_id": page[-1].id} if page else {"first_id": None, "last_id": None}
     return {"object": "list", "data": [file.body() for file in page], **ends, "has_more": len(found) > len(page)}

@@ -12,6 +12,7 @@ from typing import Any
 from nanok3.serve.engine import Engine, Job, Outcome
 from nanok3.serve.offload import Offload
 from nanok3.serve.page_pool import Kind
+from nanok3.serve.picture_sources import PictureSources
 from nanok3.serve.step_seconds import StepSeconds
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
@@ -22,12 +23,13 @@ SHORT = (0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02
 class Metrics:
     """Watches one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, media: PictureSources | None = None) -> None:
+        """media: whose pictures, videos and files are counted as well."""
         import prometheus_client
 
         self.engine = engine
         self.registry = prometheus_client.CollectorRegistry()
-        self.registry.register(_Readings(engine))  # type: ignore[arg-type]  # all it needs is `collect`
+        self.registry.register(_Readings(engine, media))  # type: ignore[arg-type]  # all it needs is `collect`
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Any:
             return prometheus_client.Histogram(f"nanok3_{name}", text, buckets=buckets, registry=self.registry)
@@ -91,8 +93,8 @@ def pages(engine: Engine) -> dict[str, dict[str, int]]:
 class _Readings:
     """What Prometheus asks for its samples."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, media: PictureSources | None) -> None:
+        self.engine, self.media = engine, media
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -112,6 +114,23 @@ class _Readings:
         yield finished
         if self.engine.offload is not None:
             yield from self._offload(self.engine.offload)
+        if self.media is not None:
+            yield from self._seen(self.media)
+
+    def _seen(self, media: PictureSources) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        opened = CounterMetricFamily("nanok3_media_opened", "Pictures and videos of requests.", labels=["kind"])
+        opened.add_metric(["picture"], media.counts.pictures)
+        opened.add_metric(["video"], media.counts.videos)
+        yield opened
+        refused = "Requests refused for a picture or video in them."
+        yield CounterMetricFamily("nanok3_media_refused", refused, value=media.counts.refused)
+        held = "Of decoded pictures that waiting and running requests hold."
+        yield GaugeMetricFamily("nanok3_media_bytes", held, value=self.engine.pixels.bytes)
+        yield GaugeMetricFamily("nanok3_files", "Uploaded files that are kept.", value=len(media.files))
+        yield GaugeMetricFamily("nanok3_file_bytes", "Their bytes.", value=media.files.bytes)
+        yield CounterMetricFamily("nanok3_files_uploaded", "Files that came.", value=media.files.added)
 
     @staticmethod
     def _offload(offload: Offload) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nanok3.data.chat import RESPONSE_FORMATS, TOOL_CHOICES
+from nanok3.serve.file_store import MOST_FILES, PURPOSES
 from nanok3.serve.protocol import MAX_TOKENS
 from nanok3.serve.sampling_fields import CHOICES, STOPS, TOP_LOGPROBS
 
@@ -155,6 +156,19 @@ DETOKENIZE: Schema = {
 }
 
 
+FILE: Schema = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": list(PURPOSES)}},
+}
+FILES_QUERY: dict[str, Schema] = {
+    "purpose": {"enum": list(PURPOSES)},
+    "limit": _whole(1, MOST_FILES),
+    "after": _TEXT,
+    "order": {"enum": ["asc", "desc"]},
+}
+
+
 ERROR: Schema = {
     "type": "object",
     "required": ["error"],
@@ -186,11 +200,14 @@ STATUSES = {
 }
 
 
-def operation(path: str, body: Schema | None) -> dict[str, Any]:
-    """What FastAPI adds to an operation: the body, and the places of the path."""
+def operation(
+    path: str, body: Schema | None, kind: str = "application/json", query: Mapping[str, Schema] | None = None
+) -> dict[str, Any]:
+    """What FastAPI adds to an operation: the body of that content type, the places of the path and of the query."""
     names = re.findall(r"{(\w+)", path)
-    places = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
-    content = None if body is None else {"required": True, "content": {"application/json": {"schema": body}}}
+    places = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+    places += [{"name": name, "in": "query", "schema": schema} for name, schema in (query or {}).items()]
+    content = None if body is None else {"required": True, "content": {kind: {"schema": body}}}
     return ({"parameters": places} if places else {}) | ({"requestBody": content} if content else {})
 
 

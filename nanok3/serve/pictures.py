@@ -134,7 +134,7 @@ def _sizes(pictures: Iterable[Picture]) -> dict[bytes, int]:
 
 
 class Eyes:
-    """Reads tokens and pictures with one model. Not for two threads at once."""
+    """Reads tokens and pictures with one model. Not for two threads at once, but that another may look ahead."""
 
     def __init__(self, model: K3, max_bytes: int = FEATURE_BYTES) -> None:
         if not model.cfg.has_vision:
@@ -144,17 +144,37 @@ class Eyes:
         self.bytes = self.looked = 0
         """Bytes of features that are kept, and how often the tower has run."""
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._shelf, self._forgotten = threading.Lock(), 0
         self._cut: WeakKeyDictionary[object, tuple[bytes, Tensor]] = WeakKeyDictionary()
 
     def features(self, picture: Picture) -> Float[Tensor, "rows D"]:
         """From the shelf, or from the tower."""
-        found = self._kept.get(picture.digest)
-        if found is None:
-            found = self._look(picture)
-            self._keep(picture.digest, found)
-        else:
-            self._kept.move_to_end(picture.digest)
+        with self._shelf:
+            found, forgotten = self._kept.get(picture.digest), self._forgotten
+            if found is not None:
+                self._kept.move_to_end(picture.digest)
+                return found
+        found = self._look(picture)
+        with self._shelf:
+            if forgotten == self._forgotten:  # else the weights have changed since
+                self._keep(picture.digest, found)
         return found
+
+    def unseen(self, pictures: Iterable[Picture]) -> bool:
+        """Whether the tower has to run for one of them. From any thread."""
+        with self._shelf:
+            return any(picture.digest not in self._kept for picture in pictures)
+
+    @torch.no_grad()
+    def look_ahead(self, pictures: Iterable[Picture]) -> None:
+        """Look at pictures before they are read, so that reading finds them on the shelf: as many as that holds. From
+        one other thread."""
+        room = self.max_bytes
+        for picture in pictures:
+            room -= 4 * (picture.end - picture.start) * self.model.cfg.hidden_size
+            if room < 0:
+                return
+            self.features(picture)
 
     @torch.no_grad()
     def hidden_states(
@@ -193,12 +213,13 @@ class Eyes:
 
     def forget(self) -> None:
         """The weights have changed."""
-        self._kept.clear()
+        with self._shelf:
+            self._kept.clear()
+            self.bytes, self._forgotten = 0, self._forgotten + 1
         self._cut.clear()
-        self.bytes = 0
 
     def _keep(self, digest: bytes, features: Tensor) -> None:
-        if features.nbytes > self.max_bytes:
+        if features.nbytes > self.max_bytes or digest in self._kept:
             return
         self._kept[digest] = features
         self.bytes += features.nbytes

@@ -13,6 +13,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from nanok3.data.chat import OURS, Segment, Sentences, encode
 from nanok3.data.messages import MEDIA_TYPES, VIDEO_TYPE, read_messages
 from nanok3.data.tokenizer import Tokenizer
-from nanok3.serve.answers import Answers, ChatReader, Ended, Postbox, describer
+from nanok3.serve.answers import Answers, Busy, ChatReader, Ended, Postbox, describer
 from nanok3.serve.chat_fields import place_of
 from nanok3.serve.engine import Constraint, Engine, Job, Reader
 from nanok3.serve.fields import RequestError, read_json, shown
@@ -28,10 +29,11 @@ from nanok3.serve.generate import StopStrings
 from nanok3.serve.http_gate import GateSettings
 from nanok3.serve.metrics import Metrics
 from nanok3.serve.picture_sources import PictureSettings, PictureSources, Seen
-from nanok3.serve.pictures import Shown, show
+from nanok3.serve.pictures import Eyes, Shown, show
 from nanok3.serve.places import named
 from nanok3.serve.protocol import ChatRequest, Common, Policy, read_chat
 from nanok3.serve.replies import Usage
+from nanok3.serve.runner import Runner
 from nanok3.serve.sampler import SamplingParams
 
 PAD = "<|media_pad|>"
@@ -105,8 +107,8 @@ class Server:
         """constrain: how `response_format` and `tool_choice` bind the sampling; without it, requests for what has to be
         kept are refused."""
         self.engine, self.tokenizer, self.settings, self.constrain = engine, tokenizer, settings, constrain
-        self.metrics, self.postbox = Metrics(engine), Postbox(engine)
         self.pictures = PictureSources(settings.pictures)
+        self.metrics, self.postbox = Metrics(engine, self.pictures), Postbox(engine)
         pad = engine.runner.media_pad
         if pad is not None and pad != tokenizer.special.get(PAD):
             there = tokenizer.special.get(PAD)
@@ -118,6 +120,10 @@ class Server:
             from_web=settings.pictures.from_web,
         )
         self.created = int(time.time())
+        self._eyes = engine.runner.eyes if isinstance(engine.runner, Runner) else None
+        self._tower = ThreadPoolExecutor(1, "tower")
+        self._looking = 0
+        """Requests whose pictures are looked at, or wait for it."""
         self._longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
     @property
@@ -225,9 +231,45 @@ class Server:
         call.facts.update(prompt_tokens=asked.prompt_tokens, choices=request.n, stream=request.stream)
         if self.settings.gate.log_prompts:
             call.facts["prompt"] = "".join(segment.text for segment in asked.segments)
-        answers.submit(jobs)
+        if self._eyes is not None and self._eyes.unseen(asked.pictures):
+            self._check_room(asked.pictures)
+            answers.submit_after(self._look_ahead(self._eyes, jobs), jobs)
+        else:
+            answers.submit(jobs)
         answers.watch(call.receive)
         return answers
+
+    # ------------------------------------------------------------------ pictures, before the engine has them
+
+    def _check_room(self, pictures: Sequence[Shown]) -> None:
+        """Busy where the engine would not take them now."""
+        engine, waiting = self.engine, self.engine.waiting + self._looking
+        if waiting >= engine.settings.max_waiting:
+            raise Busy(f"{waiting} requests are waiting", 2.0)
+        if not engine.pixels.has_room(pictures, engine.settings.picture_bytes):
+            raise Busy(f"requests with {engine.pixels.bytes} bytes of pictures are waiting", 2.0)
+
+    async def _look_ahead(self, eyes: Eyes, jobs: Sequence[Job]) -> None:
+        """Let the tower run in a thread of its own, one request at a time, while the engine says other answers. If it
+        fails it will do so again in the engine's thread, which knows what to say of it."""
+        pictures = jobs[0].pictures
+        self.engine.pixels.hold(pictures)
+        self._looking += 1
+        try:
+            looked = asyncio.get_running_loop().run_in_executor(self._tower, self._look, eyes, jobs)
+            await asyncio.gather(looked, return_exceptions=True)
+        finally:
+            self._looking -= 1
+            self.engine.pixels.release(pictures)
+
+    def _look(self, eyes: Eyes, jobs: Sequence[Job]) -> None:
+        """In the tower's thread: what lies in a cached prefix is not looked at again."""
+        job, engine = jobs[0], self.engine
+        if all(one.cancelled for one in jobs):
+            return
+        keys = engine.keys(job.prompt, job.salt, job.pictures).keys
+        cached = engine.ask(lambda: engine.cache.match(keys, len(job.prompt))).tokens if engine.settings.caching else 0
+        eyes.look_ahead(picture for picture in job.pictures if picture.end > cached)
 
     def job(self, request: Common, ids: list[int], most: int, choice: int, reader: Reader, **more: Any) -> Job:
         """One answer. Choices of one request have seeds of their own."""

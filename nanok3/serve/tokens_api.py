@@ -58,6 +58,18 @@ def _decoded(server: Server, body: bytes) -> str:
     return server.tokenizer.decode(ids)
 
 
+async def tokenizer_info(server: Server, call: Call) -> dict[str, Any]:
+    """What evaluation harnesses ask before they let the server encode. The end has an id and no text: no text encodes
+    to it, and a harness that took the ids of its name for it would score another prompt without a word."""
+    return {
+        "tokenizer_class": "nanok3",
+        "vocab_size": server.tokenizer.vocab_size,
+        "bos_token": None,
+        "eos_token": None,
+        "eos_token_id": server.tokenizer.eos_id,
+    }
+
+
 async def apply_template(server: Server, call: Call) -> dict[str, Any]:
     """The prompt of a chat request as text, and in the parts that are encoded one by one: only what is `special` can
     be a control token."""

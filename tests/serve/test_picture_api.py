@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import threading
+import time
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from nanok3.serve.engine import Engine, Settings
 from nanok3.serve.file_store import FilesLimits
 from nanok3.serve.http_gate import GateSettings
 from nanok3.serve.picture_sources import PictureSettings
+from nanok3.serve.pictures import Eyes, show
 from nanok3.serve.runner import Runner
 from nanok3.serve.scheduler import Limits
 from nanok3.serve.server import PAD, ServerSettings
@@ -406,6 +410,32 @@ def test_videos_of_a_request_are_limited(seer):
         assert response.status_code == 400 and "is a video; allowed: text" in response.json()["error"]["message"]
 
 
+def number(seer, name):
+    (line,) = [line for line in seer.get("/metrics", ALICE).text.splitlines() if line.startswith(f"nanok3_{name} ")]
+    return float(line.split()[-1])
+
+
+def test_pictures_and_files_are_counted(seer):
+    names = ['media_opened_total{kind="picture"}', 'media_opened_total{kind="video"}', "media_refused_total"]
+    names += ["files", "file_bytes", "files_uploaded_total"]
+    before = [number(seer, name) for name in names]
+    made = upload(seer, drawing(1)).json()
+    ask(seer, shown(data_url(drawing(1)), f"ms://{made['id']}"))
+    ask(seer, watched(video_url(film(1))))
+    ask(seer, shown("data:image/png;base64,!!!"))
+    after = [number(seer, name) for name in names]
+    assert [b - a for a, b in zip(before, after)] == [2, 1, 1, 1, made["bytes"], 1]
+    seer.request("DELETE", f"/v1/files/{made['id']}", headers=ALICE)
+    assert number(seer, "files") == before[3] and number(seer, "media_bytes") == 0
+
+
+def test_the_document_describes_a_form(seer):
+    paths = seer.get("/openapi.json", ALICE).json()["paths"]["/v1/files"]
+    schema = paths["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert schema["properties"]["file"]["format"] == "binary" and schema["required"] == ["file", "purpose"]
+    assert {one["name"] for one in paths["get"]["parameters"]} == {"purpose", "limit", "after", "order"}
+
+
 def test_the_list_of_models_says_what_they_see(seer):
     found = seer.get("/v1/models/seer", ALICE).json()
     assert found["supports_image_in"] and found["supports_video_in"]
@@ -418,3 +448,73 @@ def test_a_decoded_video_is_kept_within_bounds():
     assert sources.decode_video(first) is kept
     sources.decode_video(second)
     assert sources.decode_video(first) is not kept, "it had to leave for the second"
+
+
+# ---------------------------------------------------------------------- the tower's own thread
+
+
+def test_text_goes_on_while_a_picture_is_looked_at(seer, monkeypatch):
+    """The tower is held up until a whole stream of text has been said."""
+    eyes, begun, go_on = seer.engine.runner.eyes, threading.Event(), threading.Event()
+    look, threads = eyes._look, []
+
+    def slow(picture):
+        threads.append(threading.current_thread().name)
+        begun.set()
+        assert go_on.wait(60)
+        return look(picture)
+
+    monkeypatch.setattr(eyes, "_look", slow)
+    body = {"messages": shown(data_url(drawing(77))), "max_tokens": 2, "temperature": 0, **QUIET}
+    text = {"messages": [user("hi")], "max_tokens": 4, "stream": True, **QUIET}
+
+    async def both():
+        async with seer.client(**ALICE) as client:
+            picture = asyncio.create_task(client.post(CHAT, json=body))
+            await asyncio.to_thread(begun.wait, 60)
+            said = await client.post(CHAT, json=text)
+            assert said.text.endswith("data: [DONE]\n\n") and not picture.done()
+            go_on.set()
+            return await picture
+
+    answer = asyncio.run(both())
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 2
+    assert threads == ["tower_0"], "once, and not in the engine's thread"
+    assert ask(seer, body["messages"]).status_code == 200 and len(threads) == 1
+
+
+def test_a_client_that_leaves_before_its_picture_was_looked_at(seer, monkeypatch):
+    eyes, begun, go_on = seer.engine.runner.eyes, threading.Event(), threading.Event()
+    look = eyes._look
+    monkeypatch.setattr(eyes, "_look", lambda picture: begun.set() or (go_on.wait(60) and look(picture)))
+    steps = seer.engine.counters.finished.copy()
+
+    async def leave():
+        async with seer.client(**ALICE) as client:
+            asking = asyncio.create_task(client.post(CHAT, json={"messages": shown(data_url(drawing(78))), **QUIET}))
+            await asyncio.to_thread(begun.wait, 60)
+            asking.cancel()
+            go_on.set()
+            await asyncio.gather(asking, return_exceptions=True)
+            await asyncio.sleep(0.2)
+
+    asyncio.run(leave())
+    assert seer.is_free() and seer.engine.pixels.bytes == 0
+    assert sum(seer.engine.counters.finished.values()) <= sum(steps.values()) + 1
+
+
+def test_a_request_has_the_time_it_asked_for_tower_included(seer, monkeypatch):
+    eyes = seer.engine.runner.eyes
+    look = eyes._look
+    monkeypatch.setattr(eyes, "_look", lambda picture: time.sleep(0.3) or look(picture))
+    late = ask(seer, shown(data_url(drawing(79))), timeout=0.2)
+    assert late.status_code == 504 and late.json()["error"]["param"] == "timeout"
+
+
+def test_features_that_have_no_room_are_left_to_the_engine(model):
+    eyes = Eyes(model, 4 * 12 * model.cfg.hidden_size)
+    _, pictures = show([PAD_ID, PAD_ID], [picture(1), picture(2)], PAD_ID)
+    eyes.look_ahead(pictures)
+    assert eyes.looked == 1 and eyes.unseen(pictures) and not eyes.unseen(pictures[:1])
+    eyes.forget()
+    assert eyes.unseen(pictures[:1]) and eyes.bytes == 0
