@@ -6,8 +6,9 @@ rest to those with least left, so that a short one does not wait for long ones; 
 A quarter of the places is kept for prompts that fit into one step.
 
 Whoever is served in a step waits for all of it, and whoever comes meanwhile for its end. So where somebody waits, an
-answer or a prompt that can be read to its end, prompts that cannot have a quarter of the budget together, in that step
-and in the few after it: the next short one may be on its way. Long ones among themselves have all of it.
+answer or a prompt that can be read to its end, prompts that cannot fill a step up to a quarter of the budget only, and
+the first of them has half of that in any case. So it is in the few steps after it, too: the next short one may be on
+its way. Long ones among themselves have all of the budget.
 
     admission    wait while another sequence reads the same beginning; look the prompt up in the prefix cache; hold what
                  was found; take pages for the rest of the prompt and for the state; copy the snapshot into the state,
@@ -34,7 +35,7 @@ from nanok3.serve.prefix_cache import Match, Node, PrefixCache
 from nanok3.serve.sequence import Sequence, Status
 
 LONG_SHARE = 4
-"""Where others wait, prompts that do not end in the step have one part in so many of its budget."""
+"""Where others wait, prompts that do not end in a step fill it up to one part in so many of its budget."""
 WATCHFUL_STEPS = 8
 """Steps after the last that others waited in, before the budget is theirs again."""
 
@@ -146,13 +147,13 @@ class Scheduler:
         share = min(first.remaining, -(-budget // parts))
         if share < first.remaining:
             share = min(share, -(-long // parts))
-            long -= share
+        long = max(0, long - share)
         counts, left = {id(first): share}, budget - share
         for sequence in sorted(others, key=lambda sequence: (sequence.priority, sequence.remaining, sequence.arrival)):
             count = min(sequence.remaining, left)
             if count < sequence.remaining:
                 count = min(count, long)
-                long -= count
+            long = max(0, long - count)
             counts[id(sequence)], left = count, left - count
         rest = min(first.remaining - share, left)
         counts[id(first)] += rest if share + rest == first.remaining else min(rest, long)

@@ -242,7 +242,7 @@ def test_long_prompts_have_a_quarter_of_a_step_that_others_wait_for_and_of_the_n
 
     assert read() == 32, "nobody else is there"
     short = world.add([9] * 12)
-    assert read() == 8 and short.said
+    assert read() == 4 and short.said, "the short one has the other half"
     assert [read() for _ in range(3)] == [8] * 3, "its answer waits for each step"
     world.scheduler.finish(short)
     assert [read() for _ in range(WATCHFUL_STEPS + 1)] == [8] * WATCHFUL_STEPS + [32], "and then all is theirs again"
