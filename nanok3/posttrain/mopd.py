@@ -145,11 +145,11 @@ class Mopd:
         self.pairs, self.run, self.say, self.sentences, self.clock = list(self.teachers), run, say, sentences, clock
         names = {domain for domain, _ in self.pairs}
         self.tasks = {name: first_tasks(domains[name], settings.problems, "train", 0) for name in names}
-        self.speaker = EngineSpeaker(open_engine(student, tokenizer, settings.rollout.in_flight))
-        self.rollouts = Rollouts(self.speaker, tokenizer, self._problem, settings.rollout, sentences=sentences)
         forbidden = forbidden_ids(student, tokenizer)
         temperature = settings.rollout.temperature
         self.learner = Learner(student, settings.learner, settings.objective, forbidden, temperature)
+        self.speaker = EngineSpeaker(open_engine(student, tokenizer, settings.rollout.in_flight))
+        self.rollouts = Rollouts(self.speaker, tokenizer, self._problem, settings.rollout, sentences=sentences)
         self.seconds, self.checked, self.track = 0.0, False, Tracker(run)
 
     def _problem(self, number: int) -> Problem:

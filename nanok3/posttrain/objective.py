@@ -84,6 +84,9 @@ class Tokens:
         marks = torch.tensor([mark for _, _, values in answers for mark in values], dtype=torch.bool)
         return cls(torch.arange(len(answers)).repeat_interleave(counts), said, marks)
 
+    def to(self, device: torch.device) -> Tokens:
+        return Tokens(self.answer.to(device), self.logprob.to(device), self.trained.to(device))
+
     @property
     def count(self) -> int:
         """N: how many are trained."""
@@ -132,6 +135,7 @@ def objective(
     logprob: of each token under the policy that is trained, with its gradient. divisor: of the whole batch, its trained
     tokens for the token form, its answers for the sequence form; a batch without any has loss 0.
     """
+    tokens = tokens.to(logprob.device)
     rho = logprob - tokens.logprob.to(logprob)
     advantage = advantage.to(rho)
     seen = rho.detach()[tokens.trained]
@@ -157,5 +161,5 @@ def _sequence(rho: Tensor, advantage: Tensor, tokens: Tokens, tau: float) -> Ten
     kept = tokens.trained
     total = rho.new_zeros(answers).index_add(0, tokens.answer[kept], rho[kept])
     of_answer = rho.new_zeros(answers).index_copy(0, tokens.answer, advantage)
-    present = torch.zeros(answers, dtype=torch.bool).index_fill(0, tokens.answer[kept].unique(), True)
+    present = torch.zeros_like(of_answer, dtype=torch.bool).index_fill(0, tokens.answer[kept].unique(), True)
     return ((of_answer - tau * total) ** 2)[present].sum()

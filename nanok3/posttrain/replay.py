@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from nanok3.model.decoder import K3
@@ -46,20 +46,29 @@ class RecordingRunner(Runner):
         self.native, self.without_native = None, "routes are recorded"
         self._routes: dict[str, Int[Tensor, "layers T k"]] = {}
 
-    def _read_alone(self, piece: Work, every: bool) -> Float[Tensor, "rows vocab"] | None:
-        found: list[Tensor] = []
-        handles = [r.register_forward_hook(lambda m, i, out: found.append(out.chosen)) for r in routers(self.model)]
-        try:
-            logits = super()._read_alone(piece, every)
-        finally:
-            for handle in handles:
-                handle.remove()
-        if found:
-            before = self._routes.get(piece.sequence.id)
-            new = torch.stack(found).to("cpu", torch.int16)
-            kept = [] if before is None else [before[:, : piece.start]]
-            self._routes[piece.sequence.id] = torch.cat([*kept, new], dim=1)
-        return logits
+    def read(self, work: list[Work], all_logits: frozenset[str] = frozenset()) -> dict[str, Tensor | Exception]:
+        """Piece by piece, so that it is plain whose tokens a router saw."""
+        results: dict[str, Tensor | Exception] = {}
+        for piece in work:
+            found: list[Tensor] = []
+            hooks = [
+                r.register_forward_hook(lambda m, i, out, kept=found: kept.append(out.chosen))
+                for r in routers(self.model)
+            ]
+            try:
+                results |= super().read([piece], all_logits)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            self._keep_routes(piece, found)
+        return results
+
+    def _keep_routes(self, piece: Work, found: list[Tensor]) -> None:
+        """Behind those of the tokens before; a sequence that is read anew begins anew."""
+        new = torch.stack(found).to("cpu", torch.int16)
+        assert new.shape[1] == piece.count
+        before = self._routes.get(piece.sequence.id, new[:, :0])
+        self._routes[piece.sequence.id] = torch.cat([before[:, : piece.start], new], dim=1)
 
     def take(self, name: str) -> str:
         """The routes of a sequence as text, once; empty where none were kept."""

@@ -41,7 +41,7 @@ from nanok3.posttrain.rl_settings import RLSettings
 from nanok3.posttrain.rollout import Rollouts
 from nanok3.posttrain.sample import Domain, Group, Problem, Sample
 from nanok3.posttrain.score import Packed, check_same, compare
-from nanok3.posttrain.speaker import EngineSpeaker, open_engine
+from nanok3.posttrain.speaker import EngineSpeaker, forbidden_ids, open_engine
 from nanok3.serve.run_folder import MARKER
 from nanok3.train.checkpoint import latest, load_checkpoint, save_checkpoint
 from nanok3.train.track import Tracker
@@ -109,11 +109,11 @@ class RL:
         self.budgets, self.say, self.sentences, self.clock = budgets, say, sentences, clock
         self.tasks = first_tasks(domain, settings.problems, "train", 0)
         rollout = settings.rollout
+        forbidden = forbidden_ids(model, tokenizer)
+        self.learner = Learner(model, settings.learner, settings.objective, forbidden, rollout.temperature, ptx)
         engine = open_engine(model, tokenizer, rollout.in_flight, record_routes=settings.learner.replay)
         self.speaker = EngineSpeaker(engine)
         self.rollouts = Rollouts(self.speaker, tokenizer, self._problem, rollout, self._limit, sentences)
-        forbidden = engine.forbidden.tolist()
-        self.learner = Learner(model, settings.learner, settings.objective, forbidden, rollout.temperature, ptx)
         self.seconds, self.cut_off, self.checked = 0.0, 0, False
         self.track = Tracker(run)
         self.scores: list[Scores] = []

@@ -115,20 +115,15 @@ class OneAnswer:
         return render([{"role": "user", "content": task.goal}], thinking_effort=effort, sentences=SENTENCES)
 
 
-@functools.cache
-def _cold(efforts):
-    """A small model that answers yes or no with even chances, whatever it is asked."""
-    torch.manual_seed(5)
-    cfg = K3Config.tiny().at_depth(4).with_vocabulary(TOKENIZER.vocab_size)
-    model, domain = K3(cfg), OneAnswer()
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+def teach(model, steps, answer_of, effort="max"):
+    """Some steps on prompts and the answers to them; answer_of(step, row) gives the word."""
+    domain, optimizer = OneAnswer(), torch.optim.AdamW(model.parameters(), 3e-3)
     tasks = [task for task, _ in zip(domain.tasks("train", 0), range(64))]
-    for step in range(45):
+    for step in range(steps):
         ids, targets, bounds = [], [], [0]
         for row in range(8):
-            effort = efforts[row % len(efforts)]
             prompt = encode(domain.prompt(tasks[(8 * step + row) % 64], effort), TOKENIZER)
-            answered = said({"role": "assistant", "content": "yes" if (row + row // 3 + step) % 2 else "no"})
+            answered = said({"role": "assistant", "content": answer_of(step, row)})
             ids += [*prompt, *answered]
             targets += [-100] * (len(prompt) - 1) + answered + [-100]
             bounds.append(len(ids))
@@ -140,6 +135,13 @@ def _cold(efforts):
     return model.eval()
 
 
-def cold_start(efforts=("max",)):
-    """The same weights every time, in a model of its own."""
-    return copy.deepcopy(_cold(efforts))
+@functools.cache
+def _cold():
+    torch.manual_seed(5)
+    model = K3(K3Config.tiny().at_depth(4).with_vocabulary(TOKENIZER.vocab_size))
+    return teach(model, 45, lambda step, row: "yes" if (row + row // 3 + step) % 2 else "no")
+
+
+def cold_start():
+    """A small model that answers yes or no with even chances: the same weights every time, in a model of its own."""
+    return copy.deepcopy(_cold())
