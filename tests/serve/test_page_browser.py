@@ -205,6 +205,10 @@ MARKUP = {
     "3. a\n4. b\n\nafter": '<ol start="3"><li>a</li><li>b</li></ol><p>after</p>',
     "> a\n> - b\n\nc": "<blockquote><p>a</p><ul><li>b</li></ul></blockquote><p>c</p>",
     "a\n\n---\n\nb": "<p>a</p><hr><p>b</p>",
+    "| a | **b** |\n|:--|---|\n| 1 | 2 | 3 |\n| `x` |\nafter": '<div class="table" tabindex="0" aria-label="Table" '
+    'role="region"><table><thead><tr><th>a</th><th><strong>b</strong></th></tr></thead><tbody><tr><td>1</td><td>2</td>'
+    "</tr><tr><td><code>x</code></td></tr></tbody></table></div><p>after</p>",
+    "a | b\nc": "<p>a | b\nc</p>",
     "**bold _both_** x": "<p><strong>bold <em>both</em></strong> x</p>",
 }
 
@@ -231,7 +235,7 @@ def test_any_split_of_a_text_gives_the_same_markup(page):
 
 
 @pytest.mark.parametrize(
-    "piece", ["`", "*a", "[a](http://", "> ", "  - x\n", "~", "# ", "_", "http://)))", "**_`", " "]
+    "piece", ["`", "*a", "[a](http://", "> ", "  - x\n", "~", "# ", "_", "http://)))", "**_`", " ", "|", "|-\n"]
 )
 def test_no_text_makes_the_page_slow(page, piece):
     """A scan that went back for each character would need hours for these, and the browser's answer be missed."""

@@ -1,6 +1,6 @@
 // Text of a model to elements: the part of markdown that answers use.
 //
-//   blocks(text)        -> [{kind, source, ...}]      fences, headings, rules, quotes, lists, paragraphs
+//   blocks(text)        -> [{kind, source, ...}]      fences, headings, rules, quotes, lists, tables, paragraphs
 //   show(node, text)    -> builds anew only the blocks that have changed, so a stream costs its last one
 //
 // Text becomes text nodes and nothing else: an answer cannot bring an element, an attribute or a script of its own. The
@@ -51,6 +51,7 @@ function blockAt(lines, at, depth) {
     return { kind: "quote", text: lines.slice(at, end).map((one) => one.replace(QUOTE, "")).join("\n"), end };
   }
   if (depth < DEEPEST && ITEM.test(line)) return listAt(lines, at);
+  if (line.includes("|") && isDivider(lines[at + 1] ?? "")) return tableAt(lines, at);
   const end = endOf(lines, at, (next) => next.trim() && !FENCE.test(next) && !HEADING.test(next) && !ITEM.test(next));
   return { kind: "paragraph", text: lines.slice(at, end).join("\n"), end };
 }
@@ -90,6 +91,19 @@ function belongs(lines, at, indent) {
   return next !== undefined && next.trim() && (next.search(/\S/) > indent.length || ITEM.test(next));
 }
 
+// A table is a row of heads, a row of dashes, and rows up to the first line without a bar.
+function tableAt(lines, at) {
+  const end = endOf(lines, at, (next) => next.includes("|"));
+  const heads = cellsOf(lines[at]);
+  return { kind: "table", heads, rows: lines.slice(at + 2, end).map((row) => cellsOf(row).slice(0, heads.length)), end };
+}
+
+const isDivider = (line) => line.includes("|") && cellsOf(line).every((cell) => /^:?-+:?$/.test(cell));
+
+function cellsOf(line) {
+  return line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((cell) => cell.trim());
+}
+
 // ---------------------------------------------------------------------- elements
 
 const BUILD = {
@@ -101,6 +115,13 @@ const BUILD = {
     const list = element(ordered ? "ol" : "ul", {}, ...items.map((text) => listItem(text, depth)));
     if (ordered) list.start = first;
     return list;
+  },
+  table: ({ heads, rows }) => {
+    const row = (kind, cells) => element("tr", {}, ...cells.map((text) => element(kind, {}, inline(text))));
+    const table = element("table", {}, element("thead", {}, row("th", heads)), element("tbody", {}, ...rows.map((cells) => row("td", cells))));
+    const framed = element("div", { className: "table", tabIndex: 0, ariaLabel: "Table" }, table);
+    framed.setAttribute("role", "region");
+    return framed;
   },
   paragraph: ({ text }) => element("p", {}, inline(text)),
 };
