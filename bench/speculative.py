@@ -3,9 +3,13 @@
     python bench/speculative.py --batches 1 4 --drafts 1 3 7
     python bench/speculative.py --model FOLDER
 
+    python bench/speculative.py --model FOLDER --trained      a trained draft's own time counts too
+
 Every contender answers the same prompts greedily. The draft knows the answers beforehand, so a share `--right` of its
 tokens is right and the rest is not: that is no property of a draft, it is how far one pays. `pass` is the time of a
-step with drafts over that of a step without; a draft pays where it gets more tokens right than `pays above`. Answers
+step with drafts over that of a step without; a draft pays where it gets more tokens right than `pays above`. `trained`
+is the same with a draft of the size that `nanok3 draft` makes, which reads along and guesses as ever; what it guesses
+is replaced by what is right. Answers
 are compared before anything is timed. The last line is what a rollback keeps of each token, beside a copy of the state.
 """
 
@@ -26,7 +30,9 @@ from harness import Table, machine_line, rounds, rows_of, write_json
 from nanok3.config import K3Config
 from nanok3.model.decoder import K3
 from nanok3.model.kda_replay import record_bytes
+from nanok3.model.mtp import Draft
 from nanok3.model.weights import load
+from nanok3.serve.draft_model import DraftModel
 from nanok3.serve.engine import Engine, Job, Outcome, Settings, Token
 from nanok3.serve.runner import Runner
 from nanok3.serve.sampler import SamplingParams
@@ -44,6 +50,8 @@ class Options(SharedOptions):
     drafts: list[int] = field(default_factory=lambda: [1, 3, 7])
     right: float = 1.0
     """Share of the guesses that are right."""
+    trained: bool = False
+    """Also with the time of a trained draft."""
     tokens: int = 48
     """Of an answer."""
     json: Path = Path("runs/bench/speculative.json")
@@ -82,9 +90,23 @@ class Knowing:
         return token if self.chance.random() < self.right else (token + 1) % 256
 
 
-def engine_of(model: K3, draft: int, knowing: Knowing) -> Engine:
-    speculation = Speculation(knowing, draft, adaptive=False) if draft else None
-    return Engine(Runner(model, 1 << 30), set(), [], Settings(caching=False), speculation=speculation)
+@dataclass
+class Paid:
+    """Guesses with a draft of its own, and says what is known."""
+
+    draft: DraftModel
+    knowing: Knowing
+
+    def propose(self, wishes: list[Wish]) -> list[list[Guess]]:
+        own = self.draft.propose(wishes)
+        return [known[: len(guesses)] for known, guesses in zip(self.knowing.propose(wishes), own)]
+
+
+def engine_of(model: K3, tokens: int, knowing: Knowing, draft: Draft | None = None) -> Engine:
+    runner = Runner(model, 1 << 30, draft=draft)
+    drafter = knowing if runner.drafter is None else Paid(runner.drafter, knowing)
+    speculation = Speculation(drafter, tokens, adaptive=False) if tokens else None
+    return Engine(runner, set(), [], Settings(caching=False), speculation=speculation)
 
 
 def answer(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -122,6 +144,9 @@ def main(options: Options) -> None:
         prompts, knowing = prompts_of(model.cfg, batch), Knowing(options.right)
         engines = {"plain": engine_of(model, 0, knowing)}
         engines |= {f"draft {n}": engine_of(model, n, knowing) for n in options.drafts}
+        if options.trained:
+            own = Draft(model.cfg).to(model.model.embed_tokens.weight.dtype).requires_grad_(False)
+            engines |= {f"trained {n}": engine_of(model, n, knowing, own) for n in options.drafts}
         plain = answer(engines["plain"], prompts, options.tokens)
         knowing.answers = {tuple(prompt): ids for prompt, ids in zip(prompts, plain, strict=True)}
         steps = {}

@@ -101,16 +101,7 @@ class PredictionLayer(nn.Module):
         cache: LatentCache | None = None,
     ) -> Float[Tensor, "B T D"]:
         """h; row t of `feature` is that of token t - 1. A cache is advanced by the rows."""
-        return self.run(self.combine(embedded, feature), cu_seqlens, cache)
-
-    def run(
-        self,
-        x: Float[Tensor, "B T D"],
-        cu_seqlens: Int[Tensor, " n1"] | None = None,
-        cache: LatentCache | None = None,
-    ) -> Float[Tensor, "B T D"]:
-        """h of the block's input."""
-        depth = DepthSources(x)
+        depth = DepthSources(self.combine(embedded, feature))
         self.mtp_block(depth, cu_seqlens, cache)
         assert depth.running is not None
         return depth.running

@@ -16,11 +16,12 @@ length is no multiple of 8. Both move guesses, never answers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -56,14 +57,12 @@ class _Reading:
         return self.rows - 1 + sum(map(len, self.features))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Rows to be computed: from `start` on, one for each of the ids, with the features before them, fused or h."""
+class _Span(NamedTuple):
+    """Rows to be computed: from `start` on, one for each of the ids."""
 
     sequence: Sequence
     start: int
     ids: list[int]
-    features: Float[Tensor, "rows D"]
 
 
 class DraftModel:
@@ -79,6 +78,9 @@ class DraftModel:
         if self._native is not None:
             pools = [arena.latents[:, self.place]]
             self._memories = [self._native.memory([], [], pools) for _ in range(SEQUENCES)]
+        self._rows = torch.arange(ROWS * SEQUENCES)
+        norms = torch.stack((draft.layer.enorm.weight, draft.layer.hnorm.weight))[:, None]
+        self._norms = at_least_float32(norms.detach())
         self._nothing = torch.zeros(1, 3, model.cfg.hidden_size, dtype=table.dtype, device=arena.bytes.device)
         self._readings: WeakKeyDictionary[Sequence, _Reading] = WeakKeyDictionary()
         self._tried: WeakKeyDictionary[Sequence, Tensor] = WeakKeyDictionary()
@@ -112,9 +114,9 @@ class DraftModel:
         reading = self._reading(sequence, start)
         reading.features.append(features)
         if reading.end // OWED > start // OWED:
-            piece = self._owed(sequence, reading, reading.end)
-            if piece is not None:
-                self._compute([piece])
+            owed = self._owed(sequence, reading, reading.end)
+            if owed is not None:
+                self._compute([owed[0]], owed[1])
 
     def _reading(self, sequence: Sequence, start: int) -> _Reading:
         """That of a sequence of which the tokens before `start` are read; anew where others were."""
@@ -123,85 +125,95 @@ class DraftModel:
             self._readings[sequence] = reading = _Reading(start, [self._nothing])
         return reading
 
-    def _owed(self, sequence: Sequence, reading: _Reading, end: int) -> _Piece | None:
-        """The rows before `end` that are not computed yet, which count as computed from now on."""
+    def _owed(self, sequence: Sequence, reading: _Reading, end: int) -> tuple[_Span, Float[Tensor, "rows D"]] | None:
+        """The rows before `end` that are not computed yet, which count as computed from now on, and the fused features
+        before them."""
         start, count = reading.rows, end - reading.rows
         if count < 1:
             return None
         known = torch.cat(reading.features)
         reading.rows, reading.features = end, [known[count:]]
         fused = self.draft.fuse(known[:count].to(self.draft.fusion.weight.dtype))
-        return _Piece(sequence, start, sequence.ids[start:end], fused)
+        return _Span(sequence, start, sequence.ids[start:end]), fused
 
     # ---------------------------------------------------------------- rows
 
-    def _compute(self, pieces: list[_Piece]) -> tuple[Float[Tensor, "n vocab"], Float[Tensor, "n D"]]:
-        """Put rows into the pages: the logits and h of each piece's last."""
-        if self._native is None or any(len(piece.ids) > ROWS for piece in pieces):
-            found = [self._alone(piece) for piece in pieces]
-        else:
-            found = [self._together(some) for some in _parts(pieces, SEQUENCES)]
+    def _compute(
+        self, spans: list[_Span], features: Float[Tensor, "rows D"]
+    ) -> tuple[Float[Tensor, "n vocab"], Float[Tensor, "n D"]]:
+        """Put rows into the pages, each with the feature before it: the logits and h of each span's last."""
+        counts = [len(span.ids) for span in spans]
+        fits = self._native is not None and max(counts) <= ROWS
+        if fits and len(spans) <= SEQUENCES:
+            return self._together(spans, counts, features)
+        parts = zip(spans, counts, features.split(counts))
+        found = [self._together([s], [n], x) if fits else self._alone(s, x) for s, n, x in parts]
         return torch.cat([logits for logits, _ in found]), torch.cat([h for _, h in found])
 
-    def _joined(self, ids: list[int], features: Float[Tensor, "rows D"]) -> Float[Tensor, "1 rows D"]:
-        """What the block reads."""
-        embedded = self.model.model.embed_tokens(torch.tensor([ids], device=features.device))
-        return self.draft.layer.combine(embedded, features[None].to(embedded.dtype))
-
-    def _together(self, pieces: list[_Piece]) -> tuple[Tensor, Tensor]:
-        """In one native call."""
+    def _together(self, spans: list[_Span], counts: list[int], features: Tensor) -> tuple[Tensor, Tensor]:
+        """In one native call. The block's input is made here in few operations: on small models it takes as long as
+        the block."""
         assert self._native is not None
-        counts = [len(piece.ids) for piece in pieces]
-        features = pieces[0].features if len(pieces) == 1 else torch.cat([piece.features for piece in pieces])
-        rows = len(features)
-        self._inputs[:rows] = self._joined([token for piece in pieces for token in piece.ids], features)[0]
-        memories = self._memories[: len(pieces)]
-        for memory, piece in zip(memories, pieces):
-            memory.pages, memory.tokens = piece.sequence.pages, piece.start
-        step = self._native.step(torch.arange(rows), memories, counts, tapped=[1])
+        rows, ids = len(features), torch.tensor([token for span in spans for token in span.ids])
+        embedded = F.embedding(ids, self.model.model.embed_tokens.weight)
+        x = at_least_float32(torch.stack((embedded, features.to(embedded.dtype))))
+        x = x * (x.square().mean(-1, keepdim=True) + self.draft.cfg.rms_norm_eps).rsqrt() * self._norms
+        self._inputs[:rows] = self.draft.layer.eh_proj(torch.cat((x[0], x[1]), dim=1).to(embedded.dtype))
+        memories = self._memories[: len(spans)]
+        for memory, span in zip(memories, spans):
+            memory.pages, memory.tokens = span.sequence.pages, span.start
+        step = self._native.step(self._rows[:rows], memories, counts, tapped=[1])
         assert step.taps is not None
-        last = [end - 1 for end in itertools.accumulate(counts)]
-        return step.logits, step.taps[last, 0]
+        h = step.taps[:, 0]
+        return step.logits, h if rows == len(spans) else h[[end - 1 for end in itertools.accumulate(counts)]]
 
-    def _alone(self, piece: _Piece) -> tuple[Tensor, Tensor]:
+    def _alone(self, span: _Span, features: Tensor) -> tuple[Tensor, Tensor]:
         """Through torch."""
-        sequence, start, shapes = piece.sequence, piece.start, self.arena.shapes
+        sequence, start, shapes = span.sequence, span.start, self.arena.shapes
         cache = LatentCache(1, shapes.latent, shapes.latent_dtype, self.arena.bytes.device)
         if start:
             cache.append(self.arena.rows(sequence.pages, self.place, start)[None])
-        depth = self.draft.layer.run(self._joined(piece.ids, piece.features), cache=cache)
+        embedded = self.model.model.embed_tokens(torch.tensor([span.ids], device=features.device))
+        h = self.draft.layer(embedded, features[None].to(embedded.dtype), cache=cache)
         self.arena.write_rows(sequence.pages, self.place, start, cache.latents[0, start:])
-        logits = self.model.lm_head(self.draft.layer.normed(depth[:, -1:]))[0]
-        return at_least_float32(logits).cpu(), depth[0, -1:]
+        logits = self.model.lm_head(self.draft.layer.normed(h[:, -1:]))[0]
+        return at_least_float32(logits).cpu(), h[0, -1:]
 
     # ---------------------------------------------------------------- guesses
 
     @torch.no_grad()
     def propose(self, wishes: list[Wish]) -> list[list[Guess]]:
         found: list[list[Guess]] = [[] for _ in wishes]
-        going, pieces = [], []
+        going, spans, before = [], [], []
         for place, wish in enumerate(wishes):
             sequence = wish.sequence
-            piece = self._owed(sequence, self._reading(sequence, sequence.computed), sequence.computed + 1)
-            if piece is not None:
+            owed = self._owed(sequence, self._reading(sequence, sequence.computed), sequence.computed + 1)
+            if owed is not None:
                 going.append(place)
-                pieces.append(piece)
+                spans.append(owed[0])
+                before.append(owed[1])
+        features = torch.cat(before) if going else torch.empty(0)
         while going:
-            logits, h = self._compute(pieces)
-            usable = (~logits.isnan().any(1)).tolist()  # no guess is a reason to end an answer
-            likeliest = logits.argmax(1).tolist()
-            rows, going, pieces = list(enumerate(going)), [], []
-            for row, place in rows:
-                if not usable[row]:
-                    continue
-                wish = wishes[place]
-                guess = self._drawn(logits[row], wish) if wish.drawn else Guess(likeliest[row])
-                found[place].append(guess)
-                if len(found[place]) < wish.count:
-                    start = wish.sequence.computed + len(found[place])
-                    going.append(place)
-                    pieces.append(_Piece(wish.sequence, start, [guess.id], h[row : row + 1]))
+            logits, h = self._compute(spans, features)
+            rows = self._guessed(logits, going, wishes, found)
+            going = [going[row] for row in rows]
+            spans = [_next(wishes[place], found[place]) for place in going]
+            features = h if len(rows) == len(h) else h[rows]
         return found
+
+    def _guessed(
+        self, logits: Float[Tensor, "n vocab"], going: list[int], wishes: list[Wish], found: list[list[Guess]]
+    ) -> list[int]:
+        """Put a guess to each of those going, and say which rows go on. No guess is a reason to end an answer."""
+        usable, likeliest = (~logits.isnan().any(1)).tolist(), logits.argmax(1).tolist()
+        rows = []
+        for row, place in enumerate(going):
+            if usable[row]:
+                wish, guesses = wishes[place], found[place]
+                guesses.append(self._drawn(logits[row], wish) if wish.drawn else Guess(likeliest[row]))
+                if len(guesses) < wish.count:
+                    rows.append(row)
+        return rows
 
     @staticmethod
     def _drawn(logits: Float[Tensor, " vocab"], wish: Wish) -> Guess:
@@ -209,6 +221,6 @@ class DraftModel:
         return Guess(draw(q, wish.generator), q)
 
 
-def _parts(pieces: list[_Piece], size: int) -> Iterator[list[_Piece]]:
-    for begin in range(0, len(pieces), size):
-        yield pieces[begin : begin + size]
+def _next(wish: Wish, guesses: list[Guess]) -> _Span:
+    """The row of the last guess."""
+    return _Span(wish.sequence, wish.sequence.computed + len(guesses), [guesses[-1].id])
