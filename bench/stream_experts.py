@@ -47,7 +47,7 @@ class Options:
     """In each of 11 layers, 0.84 MB each."""
     prompt: int = 64
     tokens: int = 24
-    budgets: tuple[int, ...] = (64, 256)
+    budgets: tuple[int, ...] = (64, 128)
     """MiB for experts."""
     json: Path | None = None
     """Write the figures to this file."""
