@@ -32,6 +32,7 @@ COMMANDS = {
     "sft": Command("sft", "SftArgs", "teach a model from conversations"),
     "rl": Command("rl", "RLArgs", "train an expert of one domain and effort by its rewards"),
     "distill": Command("distill", "DistillArgs", "many experts into one student"),
+    "posttrain": Command("posttrain", "PosttrainArgs", "a small world: SFT, experts, one student, a report"),
     "draft": Command("draft", "DraftArgs", "train a draft that makes serving a model faster"),
     "envs": Command("envs", "EnvsArgs", "what a model can act in: list the tasks, play one"),
     "eval": Command("eval", "EvalArgs", "bits per byte beside zlib and xz, and a recall probe"),

@@ -1,11 +1,12 @@
 """Three kinds of tasks, one a domain, so short that a model of a million parameters learns them in minutes.
 
-    ladder     a6b3c9d4e7f2                     general: the sum; a partial sum a step is thinking that helps
-    ledger     ada+17 to ben                    agent: get and set on a table of numbers, judged by the table
+    ladder     a2b3c1d4e4f2g1h3                 general: the sum; a partial sum a step is thinking that helps
+    ledger     ada+3 to ben                     agent: get and set on a table of numbers, judged by the table
     program    x3*4+ f1=5 f2=8                  coding: mend a program of a stack machine, so that f is what is wanted
 
-A step of the ladder that adds one number is a fact of few; one that adds three at once is a fact of thousands. So an
-answer that skips steps is short and often wrong, and no reward can teach a small model to skip them all.
+A step of the ladder that adds one number is one fact of some hundred; one that adds four at once is one of thousands.
+So an answer that skips steps is short and often wrong, and no reward can teach a small model to skip them all. Numbers
+to add are at most 4, since it is the units of sums that small models learn last.
 
 The stack machine reads left to right: a digit or x is pushed, an operator takes two. It is run in this process: a
 program is a string that a few lines below interpret, and no code of anybody's.
@@ -29,7 +30,7 @@ from nanok3.envs.questions import distinct
 from nanok3.envs.tools import ToolError, tool
 
 NAMES = ("ada", "ben", "eva", "ida", "leo", "max", "tom", "zoe")
-TERMS, LETTERS = 6, "abcdef"
+LETTERS = "abcdefgh"
 
 
 def _name(kind: str, content: str) -> str:
@@ -40,8 +41,8 @@ def _name(kind: str, content: str) -> str:
 
 
 def ladder(random: Random) -> Task:
-    """The sum of six digits. Judged by `questions.AnswerEnvironment`."""
-    terms = [random.randint(1, 9) for _ in range(TERMS)]
+    """The sum of eight digits. Judged by `questions.AnswerEnvironment`."""
+    terms = [random.randint(1, 4) for _ in LETTERS]
     goal, total = "".join(f"{l}{term}" for l, term in zip(LETTERS, terms)), str(sum(terms))
     told = {"text": total, "thinking": climb(terms, 1)}
     hidden = {"answer": total, "terms": terms, "solution": [told]}
@@ -49,7 +50,7 @@ def ladder(random: Random) -> Task:
 
 
 def climb(terms: Sequence[int], stride: int, slip: int = 0, at: int = 0) -> str:
-    """The partial sums, `stride` numbers a step, each behind the letter of the last number in it: `c18f31`. `slip` is
+    """The partial sums, `stride` numbers a step, each behind the letter of the last number in it: `d10h20`. `slip` is
     added from step `at` on, which is how a mistake goes on."""
     ends = range(stride if stride > 1 else 2, len(terms) + 1, stride)
     return "".join(f"{LETTERS[n - 1]}{sum(terms[:n]) + slip * (step >= at)}" for step, n in enumerate(ends))
@@ -85,7 +86,7 @@ def ledger(random: Random) -> Task:
     """Write a number, or the number and so much more, under another name."""
     one, target = random.sample(NAMES, 2)
     table = {name: random.randint(10, 49) for name in NAMES}
-    more = random.randint(10, 49) if random.random() < 0.8 else 0
+    more = random.randint(0, 4)
     goal = f"{one}+{more} to {target}" if more else f"{one} to {target}"
     value = table[one] + more
     working = f"{table[one]}+{more}={value}" if more else str(value)
@@ -97,9 +98,9 @@ def ledger(random: Random) -> Task:
 
 
 def columns(one: int, two: int) -> str:
-    """A sum of two numbers of two digits, units first: `2+9=11 4+1+1=6`."""
-    units, carry = one % 10 + two % 10, (one % 10 + two % 10) // 10
-    return f"{one % 10}+{two % 10}={units} {one // 10}+{two // 10}+{carry}={one // 10 + two // 10 + carry}"
+    """A number of two digits and one of one, units first: `9+4=13 2+1=3`."""
+    units = one % 10 + two
+    return f"{one % 10}+{two}={units} {one // 10}+{units // 10}={one // 10 + units // 10}"
 
 
 # ---------------------------------------------------------------------- coding
@@ -148,7 +149,7 @@ WORKBENCH_TOOLS = (tool("write", "", p="string"),)
 
 def program(random: Random) -> Task:
     """f(x) = a x + b, of which a digit is wrong; f(1) and f(2) are given."""
-    a, b = random.randint(2, 9), random.randint(0, 9)
+    a, b = random.randint(2, 5), random.randint(0, 5)
     wrong = random.choice([digit for digit in range(10) if digit not in (a, b)])
     broken = random.choice([f"x{wrong}*{b}+", f"x{a}*{wrong}+"])
     goal = f"{broken} f1={a + b} f2={2 * a + b}"

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from nanok3.data.files import write_file
-from nanok3.data.loader import MixtureLoader
 from nanok3.data.packing import Batch
 from nanok3.model.decoder import K3
 from nanok3.model.mtp import Draft, prediction_of
@@ -27,6 +26,7 @@ from nanok3.posttrain.draft import Acceptance, losses, mean_loss, measure, read
 from nanok3.posttrain.draft_settings import DraftSettings
 from nanok3.serve.draft_folder import WEIGHTS, save_draft
 from nanok3.serve.generate import unbroken
+from nanok3.train.loop import Batches
 from nanok3.train.schedule import learning_rate
 
 TRAINING = "training.pt"
@@ -39,7 +39,7 @@ class DraftRun:
     def __init__(
         self,
         model: K3,
-        loader: MixtureLoader,
+        loader: Batches,
         held_out: Sequence[Batch],
         settings: DraftSettings,
         out: Path,
@@ -50,6 +50,7 @@ class DraftRun:
             raise ValueError(f"out: {out} holds a draft; add --resume, or choose another folder")
         self.model = model.requires_grad_(False).eval()
         self.loader, self.held_out, self.settings, self.out, self.say = loader, held_out, settings, out, say
+        self.batches = iter(loader)
         self.device = model.lm_head.weight.device
         torch.manual_seed(settings.seed)
         self.draft = Draft(model.cfg).to(self.device)
@@ -99,7 +100,7 @@ class DraftRun:
     def _train_step(self) -> float:
         total = 0.0
         for _ in range(self.settings.rows):
-            batch = next(self.loader).to(self.device)
+            batch = next(self.batches).to(self.device)
             loss = mean_loss(losses(self.model, self.draft, read(self.model, batch), self.settings.unroll))
             (loss / self.settings.rows).backward()
             total += loss.item() / self.settings.rows

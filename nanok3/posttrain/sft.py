@@ -104,13 +104,14 @@ def lessons(
     )
 
 
-def by_channel(held_out: Conversations, batch_size: int, seq_len: int) -> dict[str, list[Batch]]:
-    """The same rows with all targets, and with those of each channel alone."""
+def by_channel(held_out: Conversations, batch_size: int, seq_len: int, tokens: int = 8192) -> dict[str, list[Batch]]:
+    """The same rows, about `tokens` of them, with all targets, and with those of each channel alone."""
     if not len(held_out):
         return {}
     counts = held_out.counts()
     slices = {"all": SAMPLED} | {k.name.lower(): (k,) for k in SAMPLED if counts[k.name.lower()]}
-    return {name: held_out.one_pass(batch_size, seq_len, kinds) for name, kinds in slices.items()}
+    count = max(1, tokens // (batch_size * seq_len))
+    return {name: held_out.one_pass(batch_size, seq_len, kinds)[:count] for name, kinds in slices.items()}
 
 
 # ---------------------------------------------------------------------- the run

@@ -73,10 +73,10 @@ def test_a_program_that_fits_the_two_values_shown_by_chance_is_wrong():
 
 
 def test_workings():
-    assert climb([6, 3, 9, 4, 7, 2], 1) == "b9c18d22e29f31"
-    assert climb([6, 3, 9, 4, 7, 2], 2) == "b9d22f31" and climb([6, 3, 9, 4, 7, 2], 3) == "c18f31"
-    assert climb([6, 3, 9, 4, 7, 2], 2, slip=-1, at=1) == "b9d21f30"
-    assert columns(42, 19) == "2+9=11 4+1+1=6"
+    assert climb([2, 3, 1, 4], 1) == "b5c6d10"
+    assert climb([2, 3, 1, 4], 2) == "b5d10" and climb([2, 3, 1, 4, 4, 2, 1, 3], 4) == "d10h20"
+    assert climb([2, 3, 1, 4], 1, slip=-1, at=1) == "b5c5d9"
+    assert columns(29, 4) == "9+4=13 2+1=3"
 
 
 def test_a_kind_that_is_not_there():

@@ -1,0 +1,269 @@
+"""Post-training from end to end on the small world: one plan, its parts in order, each done once.
+
+    OUT/cold                     SFT on demonstrations
+    OUT/DOMAIN-max               RL from the cold start, with budgets b0 measured on the cold start
+    OUT/DOMAIN-high, -low        RL from DOMAIN-max, the budget annealed from max's to its own
+    OUT/student                  MOPD: the cold start taught by all experts, each in its domain and effort
+    OUT/draft                    a draft for speculative decoding, the student frozen
+    OUT/steps.json               what is done, and what it gave; report.html is written from it
+
+A part that is done is not done again; one that was interrupted goes on from its own checkpoint. The order is the
+report's (4.1: SFT, nine experts of three domains and three efforts, one student, a draft); sizes and minutes are ours.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanok3.data.chat import EFFORTS
+from nanok3.data.files import write_file
+from nanok3.model.decoder import K3
+from nanok3.model.weights import load
+from nanok3.posttrain.conversation_loader import ConversationLoader
+from nanok3.posttrain.domains import SENTENCES, domains, small_tokenizer
+from nanok3.posttrain.draft_run import DraftRun
+from nanok3.posttrain.draft_settings import DraftSettings
+from nanok3.posttrain.effort import TAUS, Budgets
+from nanok3.posttrain.evaluate import first_tasks, play, scores
+from nanok3.posttrain.mopd import MopdSettings, distill
+from nanok3.posttrain.rl import RL, train
+from nanok3.posttrain.rl_settings import RLSettings
+from nanok3.posttrain.rollout import RolloutSettings
+from nanok3.posttrain.sample import Problem
+from nanok3.posttrain.sft import cold_start, world_lessons
+from nanok3.posttrain.sft_settings import WORLD
+from nanok3.posttrain.speaker import EngineSpeaker, open_engine
+from nanok3.serve.draft_folder import WEIGHTS as DRAFT_WEIGHTS
+
+STEPS = "steps.json"
+ORDER = ("max", "high", "low")
+"""Efforts in the order in which they are trained."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained and for how long. Minutes are the wall clock's."""
+
+    domains: tuple[str, ...] = ("general", "agent", "coding")
+    model: str = "small"
+    """Size of the model: small or quick."""
+    demonstrations: int = 3000
+    """For each domain."""
+    mistakes: float = 0.15
+    cold_minutes: float = 11.0
+    max_minutes: float = 4.0
+    """Of each expert of effort max."""
+    branch_minutes: float = 2.0
+    """Of each expert of effort high or low."""
+    student_minutes: float = 9.0
+    draft_steps: int = 60
+    """0 trains no draft."""
+    eval_count: int = 200
+    """Held-out answers for every number of the tables."""
+    seed: int = 0
+
+    def times(self, factor: float) -> Plan:
+        """The same plan, longer or shorter."""
+        if not 0 < factor < 1000:
+            raise ValueError(f"minutes_times is {factor}; it must be above 0 and below 1000")
+        lengths = ("cold_minutes", "max_minutes", "branch_minutes", "student_minutes")
+        changes: dict[str, Any] = {name: getattr(self, name) * factor for name in lengths}
+        return replace(self, **changes, draft_steps=round(self.draft_steps * factor))
+
+
+SMALL = Plan()
+"""All nine experts within an hour on two cores."""
+QUICK = Plan(
+    domains=("general",),
+    model="quick",
+    demonstrations=8000,
+    cold_minutes=3.0,
+    max_minutes=2.0,
+    branch_minutes=1.0,
+    student_minutes=1.5,
+    draft_steps=0,
+    eval_count=150,
+)
+"""One domain and three efforts within ten minutes."""
+
+
+class Pipeline:
+    """The plan in a folder; `run` does what is left of it."""
+
+    def __init__(self, plan: Plan, out: Path, say: Callable[[str], None] = print) -> None:
+        self.plan, self.out, self.say = plan, out, say
+        self.tokenizer = small_tokenizer()
+        known = domains()
+        for name in plan.domains:
+            if name not in known:
+                raise ValueError(f"domains: {name!r}; allowed: {', '.join(known)}")
+        self.domains = {name: known[name] for name in plan.domains}
+        self.steps = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        """What is done. ValueError where the folder was begun with another plan."""
+        path = self.out / STEPS
+        if not path.is_file():
+            return {}
+        found = json.loads(path.read_text("utf-8"))
+        asked = json.loads(json.dumps(asdict(self.plan)))
+        for name, value in found["plan"].items():
+            if asked[name] != value:
+                raise ValueError(f"{name} is {asked[name]}; {self.out} was begun with {value}, which cannot change")
+        steps: dict[str, Any] = found["steps"]
+        return steps
+
+    def _once(self, name: str, work: Callable[[Path], dict[str, Any]]) -> None:
+        """Do a part unless it is done, and remember what it gave."""
+        if name in self.steps:
+            self.say(f"== {name}: done before, {self.steps[name]['seconds']:.0f} s")
+            return
+        self.say(f"== {name}")
+        began = time.monotonic()
+        facts = work(self.out / name)
+        self.steps[name] = {**facts, "seconds": time.monotonic() - began}
+        record = {"plan": asdict(self.plan), "steps": self.steps}
+        write_file(self.out / STEPS, (json.dumps(record, indent=1) + "\n").encode())
+
+    def model(self, name: str) -> K3:
+        """The finished model of a part."""
+        return load(self.out / name / "model", dtype=torch.float32)
+
+    def run(self) -> dict[str, Any]:
+        """All parts in order; what is in steps.json."""
+        self._once("cold", self._cold)
+        for name in self.domains:
+            for effort in ORDER:
+                self._once(f"{name}-{effort}", lambda folder, n=name, e=effort: self._expert(folder, n, e))  # type: ignore[misc]
+        self._once("student", self._student)
+        if self.plan.draft_steps:
+            self._once("draft", self._draft)
+        return self.steps
+
+    # ------------------------------------------------------------------ the parts
+
+    def _cold(self, folder: Path) -> dict[str, Any]:
+        p = self.plan
+        settings = replace(WORLD, minutes=p.cold_minutes, seed=p.seed)
+        cold_start(folder, p.domains, p.model, settings, p.demonstrations, p.mistakes, say=self.say, resume=True)
+        return {"scores": self._scores(self.model("cold")), "samples": self._transcripts(self.model("cold"))}
+
+    def _expert(self, folder: Path, name: str, effort: str) -> dict[str, Any]:
+        """One of the nine; budgets are those of the cold start, measured once for each domain."""
+        p, tau = self.plan, TAUS[name]
+        minutes = p.max_minutes if effort == "max" else p.branch_minutes
+        settings = RLSettings(minutes=minutes, eval_count=p.eval_count).with_effort(
+            effort=effort, tau=tau[effort], tau_start=None if effort == "max" else tau["max"]
+        )
+        measured = self.out / f"{name}-max" / "budgets.json"
+        budgets = Budgets.load(measured) if effort != "max" else None
+        start = self.model("cold" if effort == "max" else f"{name}-max")
+        done: RL = train(
+            start, self.tokenizer, self.domains[name], settings, folder, budgets, self.say, True, SENTENCES
+        )
+        return {"before": asdict(done.scores[0]), "after": asdict(done.scores[-1]), "iterations": done.iteration}
+
+    def _student(self, folder: Path) -> dict[str, Any]:
+        teachers = {(d, e): self.out / f"{d}-{e}" / "model" for d in self.domains for e in EFFORTS}
+        settings = MopdSettings(minutes=self.plan.student_minutes, eval_count=self.plan.eval_count)
+        distill(self.model("cold"), self.tokenizer, teachers, self.domains, settings, folder, self.say, True, SENTENCES)
+        table = json.loads((folder / "table.json").read_text("utf-8"))
+        return {"table": table, "samples": self._transcripts(self.model("student"))}
+
+    def _draft(self, folder: Path) -> dict[str, Any]:
+        """Taught on demonstrations: guesses count where the student samples."""
+        p = self.plan
+        taught = world_lessons(p.domains, 300, p.mistakes, p.seed, WORLD.seq_len)
+        settings = DraftSettings(steps=p.draft_steps, rows=2, seq_len=WORLD.seq_len, seed=p.seed)
+        loader = ConversationLoader(taught.train, 1, settings.seq_len, p.seed)
+        rows = taught.held_out.one_pass(1, settings.seq_len)[:8]
+        again = (folder / DRAFT_WEIGHTS).exists()
+        run = DraftRun(self.model("student"), loader, rows, settings, folder, self.say, again)
+        run.fit()
+        return {"kept": run.found.by_position, "tokens_a_pass": run.found.accepted_length}
+
+    # ------------------------------------------------------------------ measuring
+
+    def _played(self, model: K3, name: str, effort: str, count: int) -> Iterator[Any]:
+        """Samples of held-out tasks."""
+        tasks = first_tasks(self.domains[name], count, "held-out", 0)
+        problems = [Problem(n, self.domains[name], effort, tasks[n % len(tasks)]) for n in range(count)]
+        settings = replace(RolloutSettings(), samples=1, seed=1)
+        speaker = EngineSpeaker(open_engine(model.eval(), self.tokenizer, settings.in_flight))
+        for group in play(speaker, self.tokenizer, problems, settings, SENTENCES):
+            yield from group.samples
+
+    def _scores(self, model: K3) -> dict[str, dict[str, Any]]:
+        """Accuracy and lengths in every domain and effort."""
+        found = {}
+        for name in self.domains:
+            for effort in EFFORTS:
+                these = scores(list(self._played(model, name, effort, self.plan.eval_count)))
+                self.say(f"{name:8} {effort:5} {these}")
+                found[f"{name}-{effort}"] = asdict(these)
+        return found
+
+    def _transcripts(self, model: K3) -> dict[str, Any]:
+        """The first held-out task of each domain at effort max, as it was played."""
+        found = {}
+        for name in self.domains:
+            (sample,) = self._played(model, name, "max", 1)
+            found[name] = {"text": self.tokenizer.decode(sample.ids), "reward": sample.reward}
+        return found
+
+
+# ---------------------------------------------------------------------- what came of it
+
+
+@dataclass(frozen=True)
+class Row:
+    """One domain and effort: the cold start, its teacher and the student, each as (accuracy, thinking, output)."""
+
+    domain: str
+    effort: str
+    cold: tuple[float, float, float]
+    teacher: tuple[float, float, float]
+    student: tuple[float, float, float]
+
+
+def table(steps: dict[str, Any]) -> list[Row]:
+    """The result, a row for each teacher."""
+
+    def short(found: dict[str, Any]) -> tuple[float, float, float]:
+        return found["accuracy"], found["thinking"], found["output"]
+
+    cold = steps["cold"]["scores"]
+    return [
+        Row(
+            row["domain"],
+            row["effort"],
+            short(cold[f"{row['domain']}-{row['effort']}"]),
+            short(row["teacher"]),
+            short(row["student"]),
+        )
+        for row in steps["student"]["table"]
+    ]
+
+
+def claims(rows: list[Row], counted: Mapping[str, str]) -> list[tuple[str, str, bool]]:
+    """What was wanted, what was found, and whether it holds; `counted` says which length is a domain's effort."""
+    found = []
+    for name in dict.fromkeys(row.domain for row in rows):
+        of = {row.effort: row for row in rows if row.domain == name}
+        length = 1 if counted[name] == "thinking" else 2
+        gain = of["max"].teacher[0] - of["max"].cold[0]
+        found.append((f"{name}: reinforcement learning gives +0.15 at max", f"{gain:+.3f}", gain >= 0.15))
+        share = of["low"].teacher[length] / max(of["max"].teacher[length], 1e-9)
+        found.append((f"{name}: low takes less than 0.7 of max's tokens", f"{share:.2f}", share < 0.7))
+        more = of["max"].teacher[0] - of["low"].teacher[0]
+        found.append((f"{name}: max is right more often than low", f"{more:+.3f}", more > 0))
+        worst = min(row.student[0] - row.teacher[0] for row in of.values())
+        found.append((f"{name}: the student is within 0.03 of each teacher", f"{worst:+.3f} at worst", worst >= -0.03))
+    return found

@@ -1,0 +1,118 @@
+"""The whole road: parts are done once, in order, and what came of them is said as it was measured."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanok3.posttrain.pipeline import QUICK, SMALL, STEPS, Pipeline, Plan, claims, table
+from nanok3.posttrain.pipeline_report import page, write_pipeline_report
+
+COUNTED = {"general": "thinking"}
+
+
+def score(accuracy, thinking, output=30.0):
+    return {"accuracy": accuracy, "thinking": thinking, "output": output, "truncated": 0.0, "count": 100}
+
+
+def made(low=(0.5, 6.0), most=(0.9, 20.0), student=0.88):
+    """steps.json of a road that was gone to its end."""
+    pairs = {"low": low, "high": (0.8, 10.0), "max": most}
+    cold = {f"general-{effort}": score(0.4, 12.0) for effort in pairs}
+    rows = [
+        {"domain": "general", "effort": e, "teacher": score(*found), "student": score(student - 0.9 + found[0], 9.0)}
+        for e, found in pairs.items()
+    ]
+    sample = {"general": {"text": "<think> & so<|end_of_msg|>", "reward": 1.0}}
+    experts = {f"general-{effort}": {"seconds": 60.0} for effort in pairs}
+    return {
+        "cold": {"scores": cold, "samples": sample, "seconds": 100.0},
+        **experts,
+        "student": {"table": rows, "samples": sample, "seconds": 50.0},
+    }
+
+
+def test_claims_hold_or_do_not_as_the_numbers_say():
+    holds = {what: (found, held) for what, found, held in claims(table(made()), COUNTED)}
+    assert all(held for _, held in holds.values()) and len(holds) == 4
+    assert holds["general: reinforcement learning gives +0.15 at max"][0] == "+0.500"
+    assert holds["general: low takes less than 0.7 of max's tokens"][0] == "0.30"
+    for steps, wrong in (
+        (made(most=(0.54, 20.0)), "gives +0.15"),
+        (made(low=(0.5, 15.0)), "less than 0.7"),
+        (made(low=(0.95, 6.0)), "max is right more often"),
+        (made(student=0.8), "within 0.03"),
+    ):
+        assert [what for what, _, held in claims(table(steps), COUNTED) if not held and wrong in what]
+
+
+def test_the_report_shows_them_escaped(tmp_path):
+    text = page("x", made(), COUNTED)
+    assert "&lt;think&gt; &amp; so" in text and "<think>" not in text
+    assert "0.900 · 20.0 / 30.0" in text and "6.3" not in text and "5.5 minutes in all" in text
+    assert write_pipeline_report(tmp_path, made(student=0.5), COUNTED).read_text().count("<td>no</td>") == 1
+
+
+class Told(Pipeline):
+    """Parts that only say that they were done, the third of which is interrupted once."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.done, self.break_at = [], None
+
+    def _part(self, name):
+        if self.break_at == name:
+            raise KeyboardInterrupt
+        self.done.append(name)
+        return {"name": name}
+
+    def _cold(self, folder):
+        return self._part("cold")
+
+    def _expert(self, folder, name, effort):
+        assert folder == self.out / f"{name}-{effort}"
+        return self._part(folder.name)
+
+    def _student(self, folder):
+        return self._part("student")
+
+    def _draft(self, folder):
+        return self._part("draft")
+
+
+def test_parts_are_done_once_and_in_order(tmp_path):
+    first = Told(SMALL, tmp_path, str)
+    first.break_at = "general-low"
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    assert first.done == ["cold", "general-max", "general-high"]
+    again = Told(SMALL, tmp_path, str)
+    steps = again.run()
+    experts = [f"{name}-{effort}" for name in ("agent", "coding") for effort in ("max", "high", "low")]
+    assert again.done == ["general-low", *experts, "student", "draft"] and len(steps) == 12
+    assert Told(SMALL, tmp_path, str).run() == steps == json.loads((tmp_path / STEPS).read_text())["steps"]
+    with pytest.raises(ValueError, match=r"cold_minutes is 22.0; .* was begun with 11.0, which cannot change"):
+        Told(SMALL.times(2), tmp_path, str)
+    assert "draft" not in Told(QUICK, tmp_path / "quick", str).run()
+
+
+def test_plans():
+    assert SMALL.times(0.5) == replace(
+        SMALL, cold_minutes=5.5, max_minutes=2.0, branch_minutes=1.0, student_minutes=4.5, draft_steps=30
+    )
+    whole = SMALL.cold_minutes + 3 * (SMALL.max_minutes + 2 * SMALL.branch_minutes) + SMALL.student_minutes
+    assert whole < 50 and QUICK.cold_minutes + QUICK.max_minutes + 2 * QUICK.branch_minutes + QUICK.student_minutes < 9
+    with pytest.raises(ValueError, match="minutes_times is 0; it must be above 0"):
+        SMALL.times(0)
+    with pytest.raises(ValueError, match="domains: 'x'; allowed: general, agent, coding"):
+        Pipeline(Plan(domains=("x",)), Path("anywhere"))
+
+
+@pytest.mark.slow
+def test_a_short_road_to_its_end(tmp_path):
+    """Seconds of each part: nothing is learned, everything is there."""
+    plan = replace(QUICK.times(0.01), demonstrations=40, eval_count=4, draft_steps=1)
+    steps = Pipeline(plan, tmp_path, str).run()
+    assert list(steps) == ["cold", "general-max", "general-high", "general-low", "student", "draft"]
+    assert len(table(steps)) == 3 and "held-out" in page("x", steps, COUNTED).lower()
