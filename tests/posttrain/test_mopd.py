@@ -110,6 +110,7 @@ def test_the_teacher_scores_the_students_own_ids(tmp_path, same):
     assert not torch.allclose(logprobs(run.model, row, run.learner.forbidden), found[id(samples[0])], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_student_moves_towards_its_teacher(tmp_path):
     """A teacher that has unlearned `no` teaches it to the student; the bound of a token's reward holds."""
     teacher = folder_of(teach(cold_start(), 6, lambda step, row: "yes"), tmp_path / "teacher")

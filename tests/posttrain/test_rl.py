@@ -59,6 +59,7 @@ def trained(folder):
     return sorted((step, *sample) for step, samples in by_step.items() for sample in samples)
 
 
+@pytest.mark.slow
 def test_it_learns_what_is_rewarded(tmp_path):
     said = []
     settings = replace(SETTINGS, iterations=10, eval_count=60, rollout=replace(SETTINGS.rollout, samples=8))
@@ -76,6 +77,7 @@ def test_it_learns_what_is_rewarded(tmp_path):
     assert Budgets.load(tmp_path / "budgets.json") == frozen()
 
 
+@pytest.mark.slow
 def test_13_killed_at_five_random_points_it_trains_on_the_same_samples(tmp_path):
     """A child process kills itself with SIGKILL in the n-th step of its engine; the next goes on from the disk."""
     small = replace(SETTINGS.rollout, prompts=3, samples=3, max_versions=None)
