@@ -31,8 +31,11 @@ COLOURS: dict[str, Colour] = {
     "pink": (245, 140, 190),
     "brown": (125, 80, 40),
 }
-PAPERS: list[Colour] = [(255, 255, 255), (232, 232, 232), (222, 234, 246), (24, 26, 34)]
-"""Backgrounds: white, light grey, pale blue, nearly black."""
+_MIDDLE: list[Colour] = [(128, 128, 128), (120, 120, 120), (136, 136, 136), (128, 132, 140)]
+PAPERS: list[Colour] = [(255, 255, 255), (232, 232, 232), (222, 234, 246), (24, 26, 34), *_MIDDLE]
+"""Backgrounds: white, light grey, pale blue, nearly black; and for half of the pictures a middle grey, which is zero
+where pixels go into the tower. On such paper a new tower sees ink and nothing else, and what it learns there holds on
+the others. Without it, paper is nearly all that its rows say, and the text learns to pass over them (docs/log.md)."""
 
 SHAPES = ("circle", "square", "triangle", "star", "diamond", "cross")
 NUMBERS = ("zero", "one", "two", "three", "four", "five")
