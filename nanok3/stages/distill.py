@@ -1,8 +1,8 @@
 """`nanok3 distill`: many experts into one student, each teaching its domain and effort (multi-teacher on-policy
 distillation).
 
-    nanok3 distill runs/cold --out runs/student --train.minutes 4 \
-        --teachers general:max:runs/general-max general:high:runs/general-high general:low:runs/general-low
+    nanok3 distill runs/cold --out runs/student --teachers general:max:runs/max general:low:runs/low
+    nanok3 distill runs/cold --out runs/student --teachers general:max:runs/max general:low:runs/low --resume
 
 At the end a table compares each teacher with the student on held-out tasks: table.json and report.html.
 """

