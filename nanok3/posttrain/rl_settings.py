@@ -15,8 +15,8 @@ from nanok3.quant.qat import check
 class LearnerSettings:
     """The optimizer's side of an iteration."""
 
-    lr: float = 1e-3
-    """Of Muon."""
+    lr: float = 6e-4
+    """Of Muon. Its steps are as large whatever the gradient, so what is too high drifts on noise."""
     adam_lr_scale: float = 0.2
     """AdamW's learning rate relative to Muon's."""
     weight_decay: float = 0.1
@@ -25,7 +25,7 @@ class LearnerSettings:
     """Largest gradient norm."""
     epochs: int = 1
     """Times an iteration's samples are learned from."""
-    minibatches: int = 2
+    minibatches: int = 4
     """Optimizer steps of an epoch."""
     micro_tokens: int = 8192
     """Tokens of a packed row."""
