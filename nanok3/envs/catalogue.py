@@ -19,6 +19,7 @@ from nanok3.envs.office import KINDS as OFFICE
 from nanok3.envs.office import Office, office_tasks
 from nanok3.envs.questions import AnswerEnvironment
 from nanok3.envs.search import Index, SearchEnvironment, own_source
+from nanok3.envs.small_world import Ledger, Workbench, small_tasks
 from nanok3.envs.synthesise import synthesised_tasks
 from nanok3.envs.visual import SUBJECTS, VisualEnvironment, visual_tasks
 
@@ -40,6 +41,10 @@ class Kind:
 @cache
 def source_index() -> Index:
     return Index(own_source())
+
+
+def _in_process(environment: type[Environment]) -> Opener:
+    return lambda _: environment()
 
 
 def _sandboxed(environment: type[Coding]) -> Opener:
@@ -68,6 +73,12 @@ def kinds() -> dict[str, Kind]:
         for name in SETS
     ]
     found += [Kind(k, "agent", partial(office_tasks, k), lambda _: Office()) for k in OFFICE]
+    small: dict[str, tuple[str, type[Environment]]] = {
+        "ladder": ("general", AnswerEnvironment),
+        "ledger": ("agent", Ledger),
+        "program": ("coding", Workbench),
+    }
+    found += [Kind(k, d, partial(small_tasks, k), _in_process(e)) for k, (d, e) in small.items()]
     found.append(Kind("search", "agent", search_tasks, lambda _: SearchEnvironment(source_index())))
     box = "bubblewrap"
     found += [Kind(k, "coding", partial(coding_tasks, k), _sandboxed(Coding), box) for k in CODING]

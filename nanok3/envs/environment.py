@@ -60,6 +60,13 @@ class Observation:
     pictures: tuple[bytes, ...] = ()
 
 
+def check_above_zero(what: str, limits: Mapping[str, float]) -> None:
+    """ValueError for a limit that is not above 0."""
+    for name, value in limits.items():
+        if not value > 0:
+            raise ValueError(f"{what}: {name} is {value}; it must be more than 0")
+
+
 @dataclass(frozen=True)
 class Budget:
     """Limits of an episode. Seconds are deadlines of a single reset, step and verdict."""
@@ -72,9 +79,7 @@ class Budget:
     verdict_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"budget: {name} is {value}; it must be more than 0")
+        check_above_zero("budget", vars(self))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nanok3.envs.environment import check_above_zero
+
 INSTALL = "apt-get install bubblewrap"
 PROGRAMS = ("bwrap", "unshare", "setpriv", "prlimit", "mount")
 
@@ -32,9 +34,7 @@ class Limits:
     output: int = 1 << 20
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"limits: {name} is {value}; it must be more than 0")
+        check_above_zero("limits", vars(self))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     OUT/cold                     SFT on demonstrations
     OUT/DOMAIN-max               RL from the cold start, with budgets b0 measured on the cold start
     OUT/DOMAIN-high, -low        RL from DOMAIN-max, the budget annealed from max's to its own
-    OUT/student                  MOPD: the cold start taught by all experts, each in its domain and effort
+    OUT/student                  MOPD: all experts teach one model, each its domain and effort; it begins as the cold
+                                 start, or with one domain as DOMAIN-max
     OUT/draft                    a draft for speculative decoding, the student frozen
     OUT/steps.json               what is done, and what it gave; report.html is written from it
 
@@ -14,6 +15,7 @@ report's (4.1: SFT, nine experts of three domains and three efforts, one student
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -49,20 +51,21 @@ ORDER = ("max", "high", "low")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained and for how long. Minutes are the wall clock's."""
+    """What is trained and for how long. Lengths are counted, not timed: a busy machine gives the same models."""
 
     domains: tuple[str, ...] = ("general", "agent", "coding")
     model: str = "small"
     """Size of the model: small or quick."""
-    demonstrations: int = 3000
+    demonstrations: int = 6000
     """For each domain."""
     mistakes: float = 0.15
-    cold_minutes: float = 11.0
-    max_minutes: float = 4.0
+    """Share of demonstrations that go wrong."""
+    cold_steps: int = 1800
+    max_iterations: int = 90
     """Of each expert of effort max."""
-    branch_minutes: float = 2.0
+    branch_iterations: int = 45
     """Of each expert of effort high or low."""
-    student_minutes: float = 9.0
+    student_iterations: int = 200
     draft_steps: int = 60
     """0 trains no draft."""
     eval_count: int = 200
@@ -72,26 +75,26 @@ class Plan:
     def times(self, factor: float) -> Plan:
         """The same plan, longer or shorter."""
         if not 0 < factor < 1000:
-            raise ValueError(f"minutes_times is {factor}; it must be above 0 and below 1000")
-        lengths = ("cold_minutes", "max_minutes", "branch_minutes", "student_minutes")
-        changes: dict[str, Any] = {name: getattr(self, name) * factor for name in lengths}
-        return replace(self, **changes, draft_steps=round(self.draft_steps * factor))
+            raise ValueError(f"times is {factor}; it must be above 0 and below 1000")
+        lengths = ("cold_steps", "max_iterations", "branch_iterations", "student_iterations", "draft_steps")
+        changes: dict[str, Any] = {name: math.ceil(getattr(self, name) * factor) for name in lengths}
+        return replace(self, **changes)
 
 
 SMALL = Plan()
-"""All nine experts within an hour on two cores."""
+"""All nine experts: meant for an hour on two quiet cores."""
 QUICK = Plan(
     domains=("general",),
     model="quick",
     demonstrations=8000,
-    cold_minutes=3.0,
-    max_minutes=2.0,
-    branch_minutes=1.0,
-    student_minutes=1.5,
+    cold_steps=300,
+    max_iterations=80,
+    branch_iterations=40,
+    student_iterations=50,
     draft_steps=0,
     eval_count=150,
 )
-"""One domain and three efforts within ten minutes."""
+"""One domain and three efforts: meant for ten minutes."""
 
 
 class Pipeline:
@@ -151,15 +154,15 @@ class Pipeline:
 
     def _cold(self, folder: Path) -> dict[str, Any]:
         p = self.plan
-        settings = replace(WORLD, minutes=p.cold_minutes, seed=p.seed)
+        settings = replace(WORLD, steps=p.cold_steps, seed=p.seed)
         cold_start(folder, p.domains, p.model, settings, p.demonstrations, p.mistakes, say=self.say, resume=True)
         return {"scores": self._scores(self.model("cold")), "samples": self._transcripts(self.model("cold"))}
 
     def _expert(self, folder: Path, name: str, effort: str) -> dict[str, Any]:
         """One of the nine; budgets are those of the cold start, measured once for each domain."""
         p, tau = self.plan, TAUS[name]
-        minutes = p.max_minutes if effort == "max" else p.branch_minutes
-        settings = RLSettings(minutes=minutes, eval_count=p.eval_count).with_effort(
+        iterations = p.max_iterations if effort == "max" else p.branch_iterations
+        settings = RLSettings(iterations=iterations, eval_count=p.eval_count).with_effort(
             effort=effort, tau=tau[effort], tau_start=None if effort == "max" else tau["max"]
         )
         measured = self.out / f"{name}-max" / "budgets.json"
@@ -172,8 +175,10 @@ class Pipeline:
 
     def _student(self, folder: Path) -> dict[str, Any]:
         teachers = {(d, e): self.out / f"{d}-{e}" / "model" for d in self.domains for e in EFFORTS}
-        settings = MopdSettings(minutes=self.plan.student_minutes, eval_count=self.plan.eval_count)
-        distill(self.model("cold"), self.tokenizer, teachers, self.domains, settings, folder, self.say, True, SENTENCES)
+        settings = MopdSettings(iterations=self.plan.student_iterations, eval_count=self.plan.eval_count)
+        begins = "cold" if len(self.domains) > 1 else f"{next(iter(self.domains))}-max"
+        student = self.model(begins)
+        distill(student, self.tokenizer, teachers, self.domains, settings, folder, self.say, True, SENTENCES)
         table = json.loads((folder / "table.json").read_text("utf-8"))
         return {"table": table, "samples": self._transcripts(self.model("student"))}
 

@@ -1,7 +1,7 @@
 """`nanok3 posttrain`: the whole road after pre-training, on a small world, with one report.
 
-    nanok3 posttrain --out runs/posttrain                  SFT, nine experts, one student, a draft: within an hour
-    nanok3 posttrain --quick --out runs/posttrain-quick    one domain, three experts: within ten minutes
+    nanok3 posttrain --out runs/posttrain                  SFT, nine experts, one student, a draft: about an hour
+    nanok3 posttrain --quick --out runs/posttrain-quick    one domain, three experts: about ten minutes
 
 The same command goes on where it was interrupted. What was trained can be talked to: nanok3 chat OUT/student.
 """
@@ -23,8 +23,8 @@ class PosttrainArgs:
     """The plan: three domains and three efforts."""
     quick: bool = False
     """One domain and a smaller model instead."""
-    minutes_times: float = 1.0
-    """Every part's length times this, for a machine that is busy or slow."""
+    times: float = 1.0
+    """Every part's length times this: below 1 for a look, above 1 for better experts."""
     threads: int | None = None
     """CPU threads; torch's own choice when not given."""
 
@@ -43,7 +43,7 @@ def main(args: PosttrainArgs) -> None:
         if not 1 <= args.threads <= 1024:
             raise ValueError(f"threads is {args.threads}; it must lie between 1 and 1024")
         torch.set_num_threads(args.threads)
-    plan = (QUICK if args.quick else SMALL).times(args.minutes_times)
+    plan = (QUICK if args.quick else SMALL).times(args.times)
     with only_one(args.out):
         pipeline = Pipeline(plan, args.out)
         steps = pipeline.run()

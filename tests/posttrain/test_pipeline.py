@@ -92,18 +92,17 @@ def test_parts_are_done_once_and_in_order(tmp_path):
     experts = [f"{name}-{effort}" for name in ("agent", "coding") for effort in ("max", "high", "low")]
     assert again.done == ["general-low", *experts, "student", "draft"] and len(steps) == 12
     assert Told(SMALL, tmp_path, str).run() == steps == json.loads((tmp_path / STEPS).read_text())["steps"]
-    with pytest.raises(ValueError, match=r"cold_minutes is 22.0; .* was begun with 11.0, which cannot change"):
+    with pytest.raises(ValueError, match=r"cold_steps is 3600; .* was begun with 1800, which cannot change"):
         Told(SMALL.times(2), tmp_path, str)
     assert "draft" not in Told(QUICK, tmp_path / "quick", str).run()
 
 
 def test_plans():
-    assert SMALL.times(0.5) == replace(
-        SMALL, cold_minutes=5.5, max_minutes=2.0, branch_minutes=1.0, student_minutes=4.5, draft_steps=30
+    assert QUICK.times(0.5) == replace(
+        QUICK, cold_steps=150, max_iterations=40, branch_iterations=20, student_iterations=25
     )
-    whole = SMALL.cold_minutes + 3 * (SMALL.max_minutes + 2 * SMALL.branch_minutes) + SMALL.student_minutes
-    assert whole < 50 and QUICK.cold_minutes + QUICK.max_minutes + 2 * QUICK.branch_minutes + QUICK.student_minutes < 9
-    with pytest.raises(ValueError, match="minutes_times is 0; it must be above 0"):
+    assert QUICK.times(0.001).max_iterations == 1 and QUICK.times(0.5).draft_steps == 0 == QUICK.draft_steps
+    with pytest.raises(ValueError, match="times is 0; it must be above 0"):
         SMALL.times(0)
     with pytest.raises(ValueError, match="domains: 'x'; allowed: general, agent, coding"):
         Pipeline(Plan(domains=("x",)), Path("anywhere"))
