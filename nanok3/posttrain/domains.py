@@ -1,7 +1,7 @@
 """The small world of post-training: three domains, their prompts, and demonstrations to start from. All of it is ours.
 
     domain     kind       what counts as effort      low                 high               max
-    general    ladder     thinking tokens            4 numbers a step    2 numbers a step   1 number a step
+    general    ladder     thinking tokens            all in one step     2 numbers a step   1 number a step
     agent      ledger     all output tokens          no thinking         the sum            the sum by columns
     coding     program    all output tokens          no thinking         the working        and mistakes mended
 
@@ -137,7 +137,7 @@ def _slip(random: Random) -> int:
 
 
 def _climb(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
-    terms, stride = task.hidden["terms"], {"low": 4, "high": 2, "max": 1}[effort]
+    terms, stride = task.hidden["terms"], {"low": 8, "high": 2, "max": 1}[effort]
     steps = len(terms) // stride - (stride == 1)
     thinking = climb(terms, stride, _slip(random) if wrong else 0, random.randrange(steps))
     return [Reply(thinking.rsplit("h", 1)[-1], thinking=thinking)]
