@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MODEL = ("--preset", "small", "--depth", "5")
-SEEING_MODEL = ("--preset", "vision-tiny", "--train.vision-lr-scale", "0.03")
+SEEING_MODEL = ("--preset", "vision-tiny", "--train.vision-lr-scale", "0.01")
 """The same text side with a tower. At higher rates its features of different pictures fall together (docs/log.md)."""
 ROWS = ("--train.batch-size", "8", "--train.seq-len", "512")
 RATES = ("--train.lr", "2.5e-2", "--train.adam-lr-scale", "0.4", "--train.final-lr-fraction", "0.03")

@@ -74,7 +74,7 @@ class OptimizerSettings:
     """On top of adam_lr_scale, for the head (ours)."""
     embedding_weight_decay: float = 0.0
     """Of the embedding and the head (ours)."""
-    vision_lr_scale: float = 0.1
+    vision_lr_scale: float = 0.025
     """On top of adam_lr_scale, for the vision tower and its projector (ours)."""
 
 

@@ -26,7 +26,7 @@ class TrainSettings:
     """Peak learning rate (ours; short runs of small models like twice that)."""
     adam_lr_scale: float = 0.4
     """AdamW's learning rate relative to Muon's (ours)."""
-    vision_lr_scale: float = 0.1
+    vision_lr_scale: float = 0.025
     """The vision tower's and projector's learning rate relative to the rest of AdamW's (ours)."""
     warmup_fraction: float = 0.01
     """Linear warmup, as a share of the schedule (report 3)."""
