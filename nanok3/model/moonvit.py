@@ -197,7 +197,7 @@ class Matrix(Linear):
 
 class Bridge(RMSNorm):
     """The norm before the text. It begins with the deviation of the text's embeddings, not at 1: rows fifty times as
-    large as those are changed by no layer at their own places, and the text learns to pass over them (docs/log.md)."""
+    large the text learned to pass over, unless it learned very slowly (docs/log.md)."""
 
     def reset_parameters(self, std: float) -> None:
         nn.init.constant_(self.weight, std)
