@@ -101,7 +101,8 @@ class Judged:
 
 def run(judge: Policy, goal: str, first: str, second: str, steps: int = 16) -> Judged:
     """One run over (A, B)."""
-    start = {"texts": {"A": first, "B": second}, "read": [], "rubric": "", "scores": {}, "scorepad": None}
+    texts = {"A": first, "B": second}
+    start: dict[str, Any] = {"texts": texts, "read": [], "rubric": "", "scores": {}, "scorepad": None}
     told = f"Compare the candidates A and B for this task:\n{goal}\n{STEPS}"
     desk = Desk()
     played = play(desk, Task("judge", "judge", told, start, tools=TOOLS, budget=Budget(steps=steps)), judge)

@@ -105,6 +105,11 @@ class Learner:
         self.model.eval()
         return Learned(sum(losses) / max(total, 1), max(norms), masked, total)
 
+    def set_progress(self, progress: float) -> None:
+        """The learning rate of this point of the run, from 0 to 1."""
+        fallen = (1 - self.settings.final_lr_fraction) * progress
+        self.optimizer.lr = self.settings.lr * (1 - fallen)
+
     def _backward(
         self, samples: list[Sample], trained: list[list[bool]], advantage: Advantage, routes: Routes
     ) -> tuple[float, Masked]:

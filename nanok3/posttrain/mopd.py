@@ -66,7 +66,7 @@ class MopdSettings:
     """How prompts are played; the pairs of domain and effort take turns."""
     objective: ObjectiveSettings = field(default_factory=lambda: ObjectiveSettings(tau=0.0))
     """What is learned from them."""
-    learner: LearnerSettings = field(default_factory=LearnerSettings)
+    learner: LearnerSettings = field(default_factory=lambda: LearnerSettings(final_lr_fraction=0.1))
     """The optimizer."""
     eval_count: int = 200
     """Held-out answers for each row of the table; 0 for no table."""
@@ -175,6 +175,7 @@ class Mopd:
     def step(self) -> dict[str, Any]:
         """Rollouts of the student, the teachers' word on them, training steps; the iteration's numbers."""
         began = self.clock()
+        self.learner.set_progress(self.progress)
         with self.learner.qat.projected():
             groups = self.rollouts.collect()
             self._check([sample for group in groups for sample in group.valid])

@@ -141,6 +141,7 @@ class RL:
         """Rollouts, and what is learned from the groups that are whole; the iteration's numbers."""
         began = self.clock()
         said = self.speaker.engine.counters.said_tokens
+        self.learner.set_progress(self.progress)
         with self.learner.qat.projected():
             groups = self.rollouts.collect()
         rolled = self.clock()

@@ -8,6 +8,7 @@ show what the budget does. Masked tokens, lag, flat groups and cut-off answers a
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def curves(run: Run) -> str:
     return f'<div class="pictures">{charts}</div>' if found else missing("No iteration has ended yet.")
 
 
-def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     lines = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

@@ -17,6 +17,8 @@ class LearnerSettings:
 
     lr: float = 6e-4
     """Of Muon. Its steps are as large whatever the gradient, so what is too high drifts on noise."""
+    final_lr_fraction: float = 1.0
+    """Where lr ends, relative to where it begins; it falls along a line over the run."""
     adam_lr_scale: float = 0.2
     """AdamW's learning rate relative to Muon's."""
     weight_decay: float = 0.1
@@ -45,6 +47,8 @@ class LearnerSettings:
         for name in ("lr", "adam_lr_scale", "grad_clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 and finite")
+        if not 0 < self.final_lr_fraction <= 1:
+            raise ValueError(f"final_lr_fraction is {self.final_lr_fraction}; it is a share above 0, at most 1")
         least = {"epochs": 1, "minibatches": 1, "micro_tokens": 1, "qk_clip_every": 0, "weight_decay": 0, "seed": 0}
         for name, low in least.items():
             if not low <= getattr(self, name) < 2**31:

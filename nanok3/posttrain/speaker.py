@@ -10,7 +10,6 @@ from typing import Protocol, runtime_checkable
 
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.model.decoder import K3
-from nanok3.posttrain.draws import RolloutEngine
 from nanok3.posttrain.replay import RecordingRunner
 from nanok3.posttrain.turn import Turn
 from nanok3.serve.engine import Engine, Job, Settings
@@ -37,7 +36,7 @@ def open_engine(
     settings = Settings(hash_block=16, caching=not record_routes, limits=limits, max_waiting=2**31)
     ends = {tokenizer.eos_id, tokenizer.end_of_msg_id}
     runner = RecordingRunner(model, memory) if record_routes else Runner(model, memory)
-    return RolloutEngine(runner, ends, forbidden_ids(model, tokenizer), settings)
+    return Engine(runner, ends, forbidden_ids(model, tokenizer), settings)
 
 
 @runtime_checkable

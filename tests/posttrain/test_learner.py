@@ -53,6 +53,15 @@ def test_what_earns_more_becomes_likelier():
     assert better > 0 > worse
 
 
+def test_the_learning_rate_falls_along_a_line():
+    one = learner(lr=1e-3, final_lr_fraction=0.2)
+    found = []
+    for progress in (0.0, 0.5, 1.0):
+        one.set_progress(progress)
+        found.append(one.optimizer.lr)
+    assert found == pytest.approx([1e-3, 6e-4, 2e-4])
+
+
 @pytest.mark.parametrize(
     "wrong, message", [({"lr": 0.0}, "lr is 0.0"), ({"epochs": 0}, "epochs is 0"), ({"qat": "int8"}, "qat is 'int8'")]
 )

@@ -11,14 +11,11 @@ from playing import AGENT, TOKENIZER, OneAnswer, problems
 from nanok3.config import K3Config
 from nanok3.model.decoder import K3
 from nanok3.posttrain.domains import SENTENCES
-from nanok3.posttrain.draws import RolloutEngine
 from nanok3.posttrain.replay import RecordingRunner, replayed, routers
 from nanok3.posttrain.rollout import Rollouts, RolloutSettings
 from nanok3.posttrain.sample import Sample
 from nanok3.posttrain.score import Difference, Packed, check_same, compare, logprobs, packed
 from nanok3.posttrain.speaker import EngineSpeaker, forbidden_ids, open_engine
-from nanok3.serve.engine import Engine, Job
-from nanok3.serve.sampler import SamplingParams
 
 SETTINGS = RolloutSettings(prompts=2, samples=4, pause=1.0, max_tokens=12)
 
@@ -181,34 +178,3 @@ def test_recording_changes_nothing_that_is_said(model):
     assert [s.ids for s in recorded] == [s.ids for s in plain] and isinstance(
         played.speaker.engine.runner, RecordingRunner
     )
-
-
-def test_drawing_together_says_what_the_engine_says(model):
-    """Against the serving engine's own sampler, with temperatures and prompts mixed; filters go the engine's way."""
-
-    class Kept:
-        def __init__(self):
-            self.said = []
-
-        def push(self, token):
-            self.said.append((token.id, round(token.logprob, 12)))
-            return False
-
-        def finish(self, outcome):
-            assert outcome.finish_reason in ("stop", "length")
-
-    def run(kind):
-        together = open_engine(model, TOKENIZER, 8)
-        engine = kind(together.runner, together.ends, forbidden_ids(model, TOKENIZER), together.settings)
-        readers = []
-        for number, filters in enumerate(
-            [{}, {"temperature": 0.5}, {"top_p": 0.5}, {"temperature": 0.0}, {"top_k": 3}]
-        ):
-            readers.append(Kept())
-            params = SamplingParams(seed=number, max_tokens=10, **filters)
-            engine.submit(Job([300 + number, 5, 6, 7], params, readers[-1]))
-        while not engine.idle:
-            engine.step()
-        return [reader.said for reader in readers]
-
-    assert run(RolloutEngine) == run(Engine)
