@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from jaxtyping import Float, Int
@@ -40,6 +41,7 @@ from nanok3.model.attn_res import DepthSources
 from nanok3.model.basics import Linear, RMSNorm
 from nanok3.model.cache import LatentCache
 from nanok3.model.decoder import K3, DecoderLayer
+from nanok3.model.weights import _publish
 
 
 def layer_config(cfg: K3Config) -> K3Config:
@@ -150,8 +152,8 @@ def draw(layer: PredictionLayer, std: float) -> None:
 
 
 def save_prediction(model: K3, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Add the layer to a folder in which the model was saved; nothing without one. Written aside and renamed, the
-    config last."""
+    """Add the layer to a folder in which the model was saved; nothing without one. Written aside, flushed and
+    renamed, the config last."""
     layer = prediction_of(model)
     if layer is None:
         return
@@ -161,9 +163,9 @@ def save_prediction(model: K3, folder: Path, dtype: torch.dtype = torch.bfloat16
         kept = value.detach().to(device="cpu", dtype=wide)
         for file_name, part in _in_file(model.cfg, name, kept):
             tensors[file_name] = part.contiguous()
-    aside = folder / f".{FILE}"
-    save_file(tensors, aside, metadata={"format": "pt"})
-    aside.rename(folder / FILE)
+    with TemporaryDirectory(dir=folder, prefix=".saving-") as aside:
+        save_file(tensors, Path(aside) / FILE, metadata={"format": "pt"})
+        _publish(Path(aside) / FILE, folder / FILE)
     replace(K3Config.from_json(folder), num_nextn_predict_layers=1).to_json(folder / "config.json")
 
 

@@ -6,7 +6,8 @@
 
 The checkpoint is read tensor by tensor and the file written in one pass, under a temporary name that it loses when it
 is whole, so memory holds one tensor and nobody ever sees half a file. What llama.cpp cannot run is refused before
-anything is written, with every reason; what it has no place for (the vision tower) is left out and said.
+anything is written, with every reason; what it has no place for (the vision tower, a prediction layer) is left out and
+said.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def metadata_of(args: ExportArgs, folder: Path, plan: Plan) -> tuple[dict[str, V
     keys = hyperparameters(cfg, args.dtype, folder.resolve().name)
     if cfg.has_vision:
         remarks.append("the vision tower and its projector are left out: llama.cpp runs K3's text part")
+    if cfg.num_nextn_predict_layers:
+        remarks.append("the prediction layer is left out: the file has no place for it")
     if args.dtype == "mxfp4" and not plan.packed:
         remarks.append("the routed experts were rounded to four bits; a model trained for that loses less")
     tokenizer = find_tokenizer(folder) if args.vocabulary == "auto" else None

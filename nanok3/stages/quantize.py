@@ -5,9 +5,9 @@
     nanok3 generate runs/x-mxfp4 --prompt "Once upon"      and so with chat, serve, eval, export --gguf
 
 A run trained with `--train.qat` gives the very values its forward pass saw; any other is rounded afterwards. The folder
-appears when it is whole. It holds the checkpoint in the official packed layout, the tokenizer and quantization.json:
-the error of every stack of matrices, and bits per byte on the run's held-out text with the experts as they were, in
-MXFP4 (W4A16), and reading their inputs in MXFP8 too (W4A8).
+appears when it is whole. It holds the checkpoint in the official packed layout, the tokenizer, a prediction layer where
+the model has one, and quantization.json: the error of every stack of matrices, and bits per byte on the run's held-out
+text with the experts as they were, in MXFP4 (W4A16), and reading their inputs in MXFP8 too (W4A8).
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def main(args: QuantizeArgs) -> None:
     """Run the command. ValueError for a model that cannot be packed and for a folder that is in the way."""
     import torch
 
+    from nanok3.model.mtp import load_prediction
     from nanok3.model.weights import load
     from nanok3.quant.pack import pack_experts
     from nanok3.serve.run_folder import model_folder
@@ -81,6 +82,8 @@ def main(args: QuantizeArgs) -> None:
     slices = held_out_text(args, folder, remarks)
     model = load(folder)
     errors = pack_experts(model, rule, progress)
+    if load_prediction(model, folder) is not None:
+        remarks.append("the prediction layer goes along with its experts as they are: drafts start from it")
     report: dict[str, Any] = {"source": str(folder), "scale_rule": rule, "trained_with": settings.get("qat", "off")}
     report["rounding"] = [asdict(error) for error in errors]
     write_folder(args, folder, model, report)
@@ -121,13 +124,16 @@ def write_folder(args: QuantizeArgs, source: Path, model: K3, report: dict[str, 
     import torch
 
     from nanok3.data.files import write_file
+    from nanok3.model.mtp import save_prediction
     from nanok3.model.weights import save
     from nanok3.serve.run_folder import MARKER, stage_of
     from nanok3.stages.export import find_tokenizer
 
     tokenizer, stage = find_tokenizer(source), stage_of(source)
     with new_folder(args.out) as aside:
-        save(model, aside, experts="mxfp4", dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32)
+        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+        save(model, aside, experts="mxfp4", dtype=dtype)
+        save_prediction(model, aside, dtype)
         if tokenizer is not None:
             tokenizer.save(aside)
         if stage is not None:

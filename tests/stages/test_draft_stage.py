@@ -143,6 +143,26 @@ def test_generate_guesses_with_it(run: Path, made: Path, capsys: pytest.CaptureF
     assert "guesses were right" in said[1].err and "guesses" not in said[0].err
 
 
+def test_a_draft_of_a_run_guesses_for_its_quantized_model(
+    run: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In generate and in a server, packed as stored, too. The answers stay what they are."""
+    out = tmp_path / "q"
+    assert command(["quantize", str(run), "--out", str(out), "--no-evaluate", "--dtype", "float32"]) == 0
+    capsys.readouterr()
+    for dtype in ("float32", "stored"):
+        said = []
+        for flags in ([], ["--draft", str(made), "--draft-tokens", "3"]):
+            flags += ["--prompt", "Line 3 of", "--temperature", "0", "--max-tokens", "24", "--dtype", dtype]
+            assert command(["generate", str(out), *flags, "--threads", "1"]) == 0
+            said.append(capsys.readouterr())
+        assert said[0].out == said[1].out and "guesses were right" in said[1].err
+    args = ServeArgs(model=out, draft=str(made), draft_tokens=3, memory=0.02, cache_memory="8MiB", dtype="stored")
+    _, engine, _ = open_app(args)
+    assert engine.speculation is not None
+    engine.drain(0)
+
+
 def test_it_starts_as_the_prediction_layer(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """After 1 step at a rate of next to nothing it is what was trained with the model, behind [0 0 I]."""
     model = nanok3.load(run / "model", dtype=torch.float32)

@@ -169,6 +169,17 @@ def test_rounding_and_vision_are_said(export, golden, capsys, tmp_path: Path) ->
     assert not [name for name in read_gguf(tmp_path / "y.gguf").tensors if "vision" in name]
 
 
+def test_a_prediction_layer_is_said_to_be_left_out(capsys, tmp_path: Path) -> None:
+    model = nanok3.K3(CONFIG)
+    attach(model)
+    nanok3.save(model, tmp_path / "with")
+    main(ExportArgs(model=tmp_path / "with", gguf=tmp_path / "y.gguf"))
+    assert "prediction layer" not in capsys.readouterr().out, "a folder without"
+    save_prediction(model, tmp_path / "with")
+    main(ExportArgs(model=tmp_path / "with", gguf=tmp_path / "y.gguf"))
+    assert "the prediction layer is left out" in capsys.readouterr().out
+
+
 VISION = (
     "vt_hidden_size", "vt_num_hidden_layers", "vt_num_attention_heads", "qkv_hidden_size", "vt_intermediate_size",
     "patch_size", "init_pos_emb_height", "init_pos_emb_width", "init_pos_emb_time", "merge_kernel_size",

@@ -16,6 +16,7 @@ from nanok3.data.prepared import prepare
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.model.decoder import K3
 from nanok3.model.latent_moe import PackedExperts
+from nanok3.model.mtp import FILE, attach, load_prediction, save_prediction
 from nanok3.quant.mxfp import MXFP4, project
 from nanok3.serve.run_folder import open_model
 from nanok3.stages.quantize import REPORT, QuantizeArgs, main, rule_of
@@ -80,6 +81,26 @@ def test_the_folder_serves(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="packed already"):
         main(QuantizeArgs(model=out, out=tmp_path / "again", evaluate=False))
     assert not (tmp_path / "again").exists()
+
+
+def test_a_prediction_layer_goes_along(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is, and a damaged one leaves no folder."""
+    source, out = tmp_path / "with", tmp_path / "q"
+    model = nanok3.load(run / "checkpoints" / "step-000002" / "model", dtype=torch.float32)
+    layer = attach(model)
+    nanok3.save(model, source, dtype=torch.float32)
+    save_prediction(model, source, torch.float32)
+    flags = ["--no-evaluate", "--threads", "1", "--dtype", "float32"]
+    assert command(["quantize", str(source), "--out", str(out), *flags]) == 0
+    assert "the prediction layer goes along" in capsys.readouterr().out
+    found = load_prediction(nanok3.load(out, dtype=torch.float32), out)
+    assert found is not None
+    for name, value in layer.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name
+    (source / FILE).write_bytes((source / FILE).read_bytes()[:-5])
+    assert command(["quantize", str(source), "--out", str(tmp_path / "torn"), *flags]) == 2
+    assert f"{FILE}: cannot be read" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["q", "with"]
 
 
 def test_the_experts_alone_make_the_difference(run: Path, tmp_path: Path) -> None:

@@ -289,6 +289,25 @@ def test_saved_under_the_names_of_a_layer_more(tmp_path: Path) -> None:
         load_prediction(load(tmp_path), tmp_path)
 
 
+def test_an_interrupted_saving_leaves_the_file_that_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes are on the disk before the name is theirs."""
+    model = K3(config())
+    attach(model)
+    save(model, tmp_path)
+    save_prediction(model, tmp_path)
+    before = (tmp_path / FILE).read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    attach(model)
+    with pytest.raises(OSError, match="no space left"):
+        save_prediction(model, tmp_path)
+    assert (tmp_path / FILE).read_bytes() == before
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_the_ledger_counts_the_layer() -> None:
     cfg = config()
     with torch.device("meta"):
