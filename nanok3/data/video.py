@@ -38,6 +38,8 @@ CHUNK = 4
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts"
 """What is opened, by FFmpeg's names."""
 
+LEAST_PIXELS = 1 << 16
+"""What a frame counts at least where pixels are counted: a small one has its price, too."""
 
 FRAME = ImageLimits(patches=16384, pixels=2**24)
 """Limits of a frame, and of the file."""
@@ -53,6 +55,9 @@ class VideoLimits:
     """Most frames taken in all; the rest of a longer video is left."""
     patches: int | None = None
     """Most patches of all frames together; a video of more is refused. None for any number."""
+    decoded: int | None = None
+    """Most pixels of all frames that are decoded, whether taken or not, each LEAST_PIXELS or more; a video of more is
+    refused. A frame in which nothing moves takes a few bytes of the file, and as much time as any other."""
     image: ImageLimits = FRAME
 
 
@@ -174,6 +179,7 @@ class _Sampled:
                 raise ValueError(
                     f"{self.name}: frames of {width} x {height} pixels; at most {self.limits.image.pixels} are decoded"
                 )
+            stream.codec_context.options = {"max_pixels": str(self.limits.image.pixels)}  # of a frame further on
             yield from self._sample(container, stream)
 
     def _sample(self, container: Any, stream: Any) -> Iterator[tuple[float, PILImage]]:
@@ -194,12 +200,20 @@ class _Sampled:
 
     def _decoded(self, container: Any, stream: Any) -> Iterator[Any]:
         """Frames up to the end or the first error."""
+        pixels = 0
+        for frame in self._whole(container, stream):
+            pixels += max(frame.width * frame.height, LEAST_PIXELS)
+            if self.limits.decoded is not None and pixels > self.limits.decoded:
+                what = f"{pixels} pixels in the frames up to {frame.time} s"
+                raise ValueError(f"{self.name}: {what}; at most {self.limits.decoded} are decoded")
+            if frame.is_corrupt:
+                self.damage = f"a damaged frame at {frame.time} s was left out"
+            else:
+                yield frame
+
+    def _whole(self, container: Any, stream: Any) -> Iterator[Any]:
         try:
-            for frame in container.decode(stream):
-                if frame.is_corrupt:
-                    self.damage = f"a damaged frame at {frame.time} s was left out"
-                else:
-                    yield frame
+            yield from container.decode(stream)
         except Exception as error:  # as above
             self.damage = f"it cannot be decoded to its end ({error})"
 

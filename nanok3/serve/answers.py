@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -200,24 +200,32 @@ class Answers:
         self._expect(jobs)
         self._hand_over()
 
-    def submit_after(self, ready: Coroutine[Any, Any, None], jobs: Sequence[Job]) -> None:
+    def submit_after(self, ready: Callable[[], Awaitable[None]], jobs: Sequence[Job]) -> asyncio.Task[None]:
         """As `submit`, once that has been done; the time it takes is the jobs' own. What the engine does not take then
-        is the error of the answers."""
+        is the error of the answers. Nothing is done any more for a client that has gone, or when the time is over."""
         self._expect(jobs)
         begun = time.monotonic()
+        allowed = min((job.seconds for job in jobs if job.seconds is not None), default=None)
 
         async def hand_over() -> None:
             try:
-                await ready
-                if not any(job.cancelled for job in self.jobs):
-                    for job in self.jobs:
-                        job.seconds = job.seconds and max(1e-9, job.seconds - (time.monotonic() - begun))
-                    self._hand_over()
+                async with asyncio.timeout(allowed):
+                    await ready()
+                for job in self.jobs:
+                    job.seconds = job.seconds and max(1e-9, job.seconds - (time.monotonic() - begun))
+                self._hand_over()
+            except TimeoutError:
+                self._fail(late(f"the request took more than its {allowed:g} seconds"))
             except Exception as error:
-                self._failed = error
-                self._queue.put_nowait(None)
+                self._fail(error)
 
         self._submission = self._loop.create_task(hand_over())
+        return self._submission
+
+    def _fail(self, error: Exception) -> None:
+        self.close()
+        self._failed = error
+        self._queue.put_nowait(None)
 
     def _expect(self, jobs: Sequence[Job]) -> None:
         most = self.engine.settings.max_waiting
@@ -283,8 +291,9 @@ class Answers:
         """Cancel what has not ended. May be called again."""
         for index in self._open:
             self.engine.cancel(self.jobs[index])
-        if self._watch is not None and self._watch is not asyncio.current_task():
-            self._watch.cancel()
+        for task in (self._watch, self._submission):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
 
 
 def _joined(items: list[Piece | Ended]) -> list[Piece | Ended]:
@@ -309,11 +318,15 @@ class Busy(RequestError):
         self.retry_after = retry_after
 
 
+def late(message: str) -> RequestError:
+    return RequestError(message, "timeout", "timeout", 504, "timeout_error")
+
+
 def check_outcome(outcome: Outcome) -> None:
     """RequestError if the answer is none."""
     match outcome.finish_reason:
         case "timeout":
-            raise RequestError(outcome.error or "timeout", "timeout", "timeout", 504, "timeout_error")
+            raise late(outcome.error or "timeout")
         case "cancelled":
             raise RequestError("the server is shutting down", None, "shutting_down", 503, "service_unavailable")
         case "error":

@@ -51,7 +51,7 @@ async def upload(server: Server, call: Call) -> dict[str, Any]:
     if not content:
         raise RequestError(f"file {name[:80]!r} is empty; allowed: at least one byte", "file")
     if purpose in (*SEEN, VIDEO):
-        await in_thread(_check_seen, server, name, purpose, content)
+        await in_thread(_check_seen, server, name, purpose, content, pool=server.opening)
     return server.pictures.files.add(_owner(call), name or "file", purpose, content).body()
 
 

@@ -52,6 +52,8 @@ class PictureSettings:
     cache_bytes: int = 256 << 20
     """Of decoded pictures, and again of videos, that are kept for the next request that shows them."""
     files: FilesLimits = field(default_factory=FilesLimits)
+    decoded: int = 1 << 34
+    """Pixels of all frames of a video that are decoded, taken or not: two minutes of 1920 x 1080 at sixty a second."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,10 @@ class PictureSources:
     def _read(self, data: bytes) -> Video:
         most = self.settings.frames
         frame = ImageLimits(FRAME.patches, FRAME.patches_per_side, FRAME.pixels, self.settings.file_bytes)
-        video = read_video(data, VideoLimits(frames=most + 1, patches=self.settings.patches, image=frame))
+        video = read_video(
+            data,
+            VideoLimits(frames=most + 1, patches=self.settings.patches, decoded=self.settings.decoded, image=frame),
+        )
         frames = sum(int(chunk.grid_thw[0, 0]) for chunk in video.chunks)
         if frames > most:
             raise ValueError(

@@ -10,10 +10,12 @@ carries them is api.py's matter.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from nanok3.serve.fields import RequestError, read_json, shown
 from nanok3.serve.generate import StopStrings
 from nanok3.serve.http_gate import GateSettings
 from nanok3.serve.metrics import Metrics
-from nanok3.serve.picture_sources import PictureSettings, PictureSources, Seen
+from nanok3.serve.picture_sources import PictureSettings, PictureSources
 from nanok3.serve.pictures import Eyes, Shown, show
 from nanok3.serve.places import named
 from nanok3.serve.protocol import ChatRequest, Common, Policy, read_chat
@@ -98,6 +100,26 @@ class Asked:
     pictures: tuple[Shown, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Asking:
+    """A checked request whose pictures and videos have not been opened yet."""
+
+    chat: Mapping[str, Any]
+    """As it was read, for the places of mistakes."""
+    request: ChatRequest
+    media: list[tuple[Mapping[str, Any], str]]
+    """Parts that show something, and their places."""
+
+
+@contextlib.contextmanager
+def _named(chat: Mapping[str, Any]) -> Iterator[None]:
+    """Mistakes get the names of the request that was sent."""
+    try:
+        yield
+    except RequestError as error:
+        raise named(error, chat) from None
+
+
 class Server:
     """One model and those who ask it."""
 
@@ -108,6 +130,8 @@ class Server:
         kept are refused."""
         self.engine, self.tokenizer, self.settings, self.constrain = engine, tokenizer, settings, constrain
         self.pictures = PictureSources(settings.pictures)
+        self.opening = ThreadPoolExecutor(4, "pictures")
+        """Pictures and videos are fetched and decoded here: requests of text wait for none of them."""
         self.metrics, self.postbox = Metrics(engine, self.pictures), Postbox(engine)
         pad = engine.runner.media_pad
         if pad is not None and pad != tokenizer.special.get(PAD):
@@ -123,7 +147,7 @@ class Server:
         self._eyes = engine.runner.eyes if isinstance(engine.runner, Runner) else None
         self._tower = ThreadPoolExecutor(1, "tower")
         self._looking = 0
-        """Requests whose pictures are looked at, or wait for it."""
+        """Answers to requests whose pictures are looked at, or wait for it."""
         self._longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
     @property
@@ -152,33 +176,32 @@ class Server:
     ) -> Asked:
         """Check a request, open its pictures, render and encode its prompt. RequestError for what is wrong with it.
         call: whose files it may name. translate: from a request of another shape, with objects that are `Said`."""
-        return await in_thread(self._read_chat, body, None if call is None else call.facts.get("key"), translate)
+        owner = None if call is None else call.facts.get("key")
+        asking = await in_thread(self._read_chat, body, translate)
+        return await in_thread(self._ask, asking, owner, pool=self.opening if asking.media else None)
 
     def _read_chat(
-        self,
-        body: Mapping[str, Any] | bytes,
-        owner: int | None,
-        translate: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    ) -> Asked:
+        self, body: Mapping[str, Any] | bytes, translate: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    ) -> _Asking:
         body = read_json(body) if isinstance(body, bytes) else body
         self._check_count(body)
         chat = translate(body)
-        try:
-            return self._ask(chat, owner)
-        except RequestError as error:
-            raise named(error, chat) from None
+        with _named(chat):
+            request = read_chat(chat, self.policy)
+            self.check_model(request.model)
+            return _Asking(chat, request, self._media(request))
 
-    def _ask(self, chat: Mapping[str, Any], owner: int | None) -> Asked:
-        request = read_chat(chat, self.policy)
-        self.check_model(request.model)
-        seen = self._seen(request, owner)
-        segments = request.prompt(self.settings.sentences, [one.prompt for one in seen])
-        request.room(self.least_tokens(segment.text for segment in segments), least=True)
-        items = [item for one in seen for item in one.items]
-        ids, pictures = show(encode(segments, self.tokenizer), items, self.tokenizer.special.get(PAD, -1))
-        request.room(len(ids))
-        prompt_tokens = len(ids) - request.opener(self.tokenizer)
-        return Asked(request, segments, ids, prompt_tokens, self.constraints(request, request.n), pictures)
+    def _ask(self, asking: _Asking, owner: int | None) -> Asked:
+        request = asking.request
+        with _named(asking.chat):
+            seen = self.pictures.open(asking.media, owner)
+            segments = request.prompt(self.settings.sentences, [one.prompt for one in seen])
+            request.room(self.least_tokens(segment.text for segment in segments), least=True)
+            items = [item for one in seen for item in one.items]
+            ids, pictures = show(encode(segments, self.tokenizer), items, self.tokenizer.special.get(PAD, -1))
+            request.room(len(ids))
+            prompt_tokens = len(ids) - request.opener(self.tokenizer)
+            return Asked(request, segments, ids, prompt_tokens, self.constraints(request, request.n), pictures)
 
     def _check_count(self, body: Mapping[str, Any]) -> None:
         """What cannot fit is not read first: a message is six ids of tags or more, an item at least one."""
@@ -193,8 +216,8 @@ class Server:
         """Texts, each encoded by itself, have no fewer."""
         return sum(-(-len(text) // self._longest) for text in texts)
 
-    def _seen(self, request: ChatRequest, owner: int | None) -> list[Seen]:
-        """Pictures and videos in the order in which the prompt shows them."""
+    def _media(self, request: ChatRequest) -> list[tuple[Mapping[str, Any], str]]:
+        """Pictures and videos in the order in which the prompt shows them, each with its place."""
         parts = [
             (part, f"{turn.where}.content[{k}]")
             for turn in read_messages(request.messages)
@@ -204,7 +227,7 @@ class Server:
         if parts and not self.sees:
             place, what = place_of(*parts[0]), "video" if parts[0][0]["type"] == VIDEO_TYPE else "picture"
             raise RequestError(f"{place} is a {what}; allowed: text, since {self.name} has no vision tower", place)
-        return self.pictures.open(parts, owner)
+        return parts
 
     def constraints(self, request: Common, count: int) -> list[Constraint | None]:
         """What binds each of `count` answers. RequestError where that cannot be had."""
@@ -232,8 +255,7 @@ class Server:
         if self.settings.gate.log_prompts:
             call.facts["prompt"] = "".join(segment.text for segment in asked.segments)
         if self._eyes is not None and self._eyes.unseen(asked.pictures):
-            self._check_room(asked.pictures)
-            answers.submit_after(self._look_ahead(self._eyes, jobs), jobs)
+            self._look_then_submit(self._eyes, answers, jobs)
         else:
             answers.submit(jobs)
         answers.watch(call.receive)
@@ -241,35 +263,39 @@ class Server:
 
     # ------------------------------------------------------------------ pictures, before the engine has them
 
-    def _check_room(self, pictures: Sequence[Shown]) -> None:
-        """Busy where the engine would not take them now."""
-        engine, waiting = self.engine, self.engine.waiting + self._looking
+    def _look_then_submit(self, eyes: Eyes, answers: Answers, jobs: Sequence[Job]) -> None:
+        """Let the tower run in a thread of its own, one request at a time, while the engine says other answers. Busy
+        where the engine would not take the jobs now: those whose pictures are not yet looked at wait, too."""
+        engine, pictures = self.engine, jobs[0].pictures
+        waiting = engine.waiting + self._looking
         if waiting >= engine.settings.max_waiting:
             raise Busy(f"{waiting} requests are waiting", 2.0)
         if not engine.pixels.has_room(pictures, engine.settings.picture_bytes):
             raise Busy(f"requests with {engine.pixels.bytes} bytes of pictures are waiting", 2.0)
 
+        def looked(task: asyncio.Task[None]) -> None:
+            self._looking -= len(jobs)
+            engine.pixels.release(pictures)
+
+        submission = answers.submit_after(lambda: self._look_ahead(eyes, jobs), jobs)
+        engine.pixels.hold(pictures)
+        self._looking += len(jobs)
+        submission.add_done_callback(looked)
+
     async def _look_ahead(self, eyes: Eyes, jobs: Sequence[Job]) -> None:
-        """Let the tower run in a thread of its own, one request at a time, while the engine says other answers. If it
-        fails it will do so again in the engine's thread, which knows what to say of it."""
-        pictures = jobs[0].pictures
-        self.engine.pixels.hold(pictures)
-        self._looking += 1
-        try:
-            looked = asyncio.get_running_loop().run_in_executor(self._tower, self._look, eyes, jobs)
-            await asyncio.gather(looked, return_exceptions=True)
-        finally:
-            self._looking -= 1
-            self.engine.pixels.release(pictures)
+        """If it fails it will do so again in the engine's thread, which knows what to say of it."""
+        looked = asyncio.get_running_loop().run_in_executor(self._tower, self._look, eyes, jobs)
+        await asyncio.gather(looked, return_exceptions=True)
 
     def _look(self, eyes: Eyes, jobs: Sequence[Job]) -> None:
-        """In the tower's thread: what lies in a cached prefix is not looked at again."""
+        """In the tower's thread: what lies in a cached prefix is not looked at again, and nothing for who has gone."""
         job, engine = jobs[0], self.engine
         if all(one.cancelled for one in jobs):
             return
         keys = engine.keys(job.prompt, job.salt, job.pictures).keys
         cached = engine.ask(lambda: engine.cache.match(keys, len(job.prompt))).tokens if engine.settings.caching else 0
-        eyes.look_ahead(picture for picture in job.pictures if picture.end > cached)
+        wanted = itertools.takewhile(lambda _: not all(one.cancelled for one in jobs), job.pictures)
+        eyes.look_ahead(picture for picture in wanted if picture.end > cached)
 
     def job(self, request: Common, ids: list[int], most: int, choice: int, reader: Reader, **more: Any) -> Job:
         """One answer. Choices of one request have seeds of their own."""
@@ -328,9 +354,9 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+async def in_thread(function: Callable[..., Any], *arguments: Any, pool: Executor | None = None) -> Any:
     """Run what may take long beside the loop. A structure that is nested too deeply for us is the client's mistake."""
     try:
-        return await asyncio.to_thread(function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
     except RecursionError:
         raise RequestError("the request is nested too deeply", None, "invalid_json") from None

@@ -159,6 +159,22 @@ def test_what_is_too_large_or_missing_is_refused(tmp_path: Path) -> None:
     assert len(read_video(tmp_path / "a.mkv").chunks) == 1
 
 
+def test_frames_that_are_not_taken_count_as_decoded() -> None:
+    data = film([k / 1000 for k in range(60)])
+    assert len(read_video(data, VideoLimits(decoded=60 << 16)).chunks) == 1
+    with pytest.raises(ValueError, match=r"pixels in the frames up to 0\.05\d* s; at most 3276800 are decoded"):
+        read_video(data, VideoLimits(decoded=50 << 16))
+
+
+def test_a_frame_that_grows_on_the_way_is_not_decoded() -> None:
+    """A transport stream may change its size anywhere."""
+    small, large = film([0.0, 0.1], "mpegts"), film([1.0, 1.1], "mpegts", size=(640, 480))
+    whole = read_video(small + large)
+    assert [chunk.size for chunk in whole.chunks][-1] == (640, 480), "the file does change its size"
+    video = read_video(small + large, VideoLimits(image=ImageLimits(pixels=100_000)))
+    assert {chunk.size for chunk in video.chunks} == {(64, 48)} and video.damage
+
+
 def test_a_picture_is_no_video_and_sound_alone_has_none() -> None:
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as container:

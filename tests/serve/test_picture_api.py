@@ -402,6 +402,14 @@ def refuses(seer, url, words):
     assert words in error["message"] and error["message"].startswith(error["param"])
 
 
+def test_what_is_decoded_of_a_video_is_bounded():
+    """Frames that are not taken cost time, too, while every other picture waits."""
+    data = film(6)
+    assert picture_sources.PictureSources(PictureSettings(decoded=6 << 16)).decode_video(data).items
+    with pytest.raises(ValueError, match=r"393216 pixels in the frames up to 0.6.* s; at most 393215 are decoded"):
+        picture_sources.PictureSources(PictureSettings(decoded=(6 << 16) - 1)).decode_video(data)
+
+
 def test_videos_of_a_request_are_limited(seer):
     many = ask(seer, watched(*[video_url(film(2, size=(32, 32)))] * 3)).json()["error"]
     assert "3 videos; allowed: 2" in many["message"] and many["param"] == "messages[0].content[2].video_url"
@@ -509,6 +517,71 @@ def test_a_request_has_the_time_it_asked_for_tower_included(seer, monkeypatch):
     monkeypatch.setattr(eyes, "_look", lambda picture: time.sleep(0.3) or look(picture))
     late = ask(seer, shown(data_url(drawing(79))), timeout=0.2)
     assert late.status_code == 504 and late.json()["error"]["param"] == "timeout"
+
+
+def test_the_time_is_over_while_the_tower_still_looks(seer, monkeypatch):
+    """And what it has not begun by then it leaves."""
+    eyes, go_on, looked = seer.engine.runner.eyes, threading.Event(), []
+    monkeypatch.setattr(eyes, "_look", lambda picture: looked.append(picture) or go_on.wait(60))
+    for stream in (False, True):
+        late = ask(seer, shown(*[data_url(drawing(80 + k)) for k in range(3)]), timeout=0.2, stream=stream)
+        assert "more than its 0.2 seconds" in late.text and (stream or late.status_code == 504)
+    assert len(looked) == 1 and not go_on.is_set()
+    go_on.set()
+    assert seer.is_free() and seer.engine.pixels.bytes == 0 and len(looked) == 1
+
+
+def test_pictures_that_nobody_waits_for_are_not_looked_at(seer, monkeypatch):
+    """A client leaves in the first of its three; another's, behind it, comes at once."""
+    eyes, begun, go_on, looked = seer.engine.runner.eyes, threading.Event(), threading.Event(), []
+    look = eyes._look
+    monkeypatch.setattr(eyes, "_look", lambda one: looked.append(one) or begun.set() or (go_on.wait(60) and look(one)))
+
+    async def leave():
+        async with seer.client(**ALICE) as client:
+            three = shown(*[data_url(drawing(85 + k)) for k in range(3)])
+            asking = asyncio.create_task(client.post(CHAT, json={"messages": three, **QUIET}))
+            await asyncio.to_thread(begun.wait, 60)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            go_on.set()
+
+    asyncio.run(leave())
+    assert ask(seer, shown(data_url(drawing(88)))).status_code == 200 and len(looked) == 2
+
+
+def test_those_who_wait_for_the_tower_count_as_waiting(model, monkeypatch):
+    """All that come at the same moment, and each of their answers."""
+    engine = Engine(Runner(model, 8 << 20), {1}, [PAD_ID], Settings(16, max_waiting=4))
+    server = Served(make_app(engine, TOKENIZER, ServerSettings(names=("seer",))), engine)
+    engine.start()
+    look = engine.runner.eyes._look
+    monkeypatch.setattr(engine.runner.eyes, "_look", lambda picture: time.sleep(0.5) or look(picture))
+    body = {"messages": shown(data_url(drawing(90))), "max_tokens": 1, "n": 2, **QUIET}
+    answers = server.together(*[body] * 5)
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429]
+    assert all(int(answer.headers["retry-after"]) > 0 for answer in answers if answer.status_code == 429)
+    engine.drain(0)
+
+
+def test_text_is_answered_while_pictures_are_decoded(seer, monkeypatch):
+    """More pictures than there are threads for anything."""
+    go_on = threading.Event()
+    monkeypatch.setattr(picture_sources.PictureSources, "one", lambda *args: go_on.wait(60) and 1 / 0)
+
+    async def both():
+        async with seer.client(**ALICE) as client:
+            body = {"messages": shown(data_url(drawing(1))), **QUIET}
+            waiting = [asyncio.create_task(client.post("/tokenize", json=body)) for _ in range(64)]
+            await asyncio.sleep(0.2)
+            text = await asyncio.wait_for(client.post("/tokenize", json={"messages": [user("hi")]}), 30)
+            go_on.set()
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            return text.status_code
+
+    assert asyncio.run(both()) == 200
 
 
 def test_features_that_have_no_room_are_left_to_the_engine(model):
