@@ -99,13 +99,14 @@ class MixtureLoader:
         rank: int = 0,
         world: int = 1,
         patches_per_row: int | None = None,
+        picture_text_weight: float = 1.0,
     ) -> None:
         _check(sources, weights, batch_size, seq_len, seed, rank, world)
         for source in sources:
             check_fits(source, seq_len)
         if patches_per_row is not None and patches_per_row < 1:
             raise ValueError(f"patches_per_row: {patches_per_row}; expected at least 1")
-        self.patches_per_row = patches_per_row
+        self.patches_per_row, self.picture_text_weight = patches_per_row, picture_text_weight
         self.batch_size, self.seq_len, self.seed, self.rank, self.world = batch_size, seq_len, seed, rank, world
         self.weights = [weight / sum(weights) for weight in weights]
         self.streams = [_Stream(source, seed, seq_len, patches_per_row) for source in sources]
@@ -128,7 +129,7 @@ class MixtureLoader:
             self.taken[chosen] += 1
             if number % self.world == self.rank:
                 mine.append((self.streams[chosen].source, pieces))
-        return collate(mine, self.seq_len)
+        return collate(mine, self.seq_len, self.picture_text_weight)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same where a position is restored."""

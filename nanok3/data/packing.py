@@ -14,6 +14,10 @@ the longest that fits first, and a row holds at most so many patches (by default
 is about the same for every row of pictures. What stands in a picture's block is no target: neither the placeholders
 nor what the program writes around them.
 
+Most of what stands behind a picture any picture of its kind has behind it: "Question:", the question, "There are". With
+`picture_text_weight` below 1 these targets weigh that much, and what the picture tells (`told_of`) weighs 1, as all
+texts do.
+
 This is ours; the report does not say how K3's documents were packed.
 """
 
@@ -94,22 +98,28 @@ class Documents(Protocol):
 
     def pictures_of(self, document: int) -> Sequence[Any]: ...
 
+    def told_of(self, document: int) -> Sequence[tuple[int, int]]: ...
+
 
 @dataclass(frozen=True)
 class Batch:
     """B rows of T tokens. `cu_seqlens` bounds the segments, counted over the rows laid end to end (0 to B * T);
-    `ids` names the document behind each segment, None for padding. `pictures` is None where there are none."""
+    `ids` names the document behind each segment, None for padding. `pictures` is None where there are none, and
+    `weights`, of the targets, where all are 1."""
 
     input_ids: Int[Tensor, "B T"]
     targets: Int[Tensor, "B T"]
     cu_seqlens: Int[Tensor, " bounds"]
     ids: list[Segment | None]
     pictures: Pictures | None = None
+    weights: Float[Tensor, "B T"] | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device`."""
         pictures = self.pictures.to(device) if self.pictures else None
-        return Batch(self.input_ids.to(device), self.targets.to(device), self.cu_seqlens.to(device), self.ids, pictures)
+        weights = None if self.weights is None else self.weights.to(device)
+        ids, targets, bounds = self.input_ids.to(device), self.targets.to(device), self.cu_seqlens.to(device)
+        return Batch(ids, targets, bounds, self.ids, pictures, weights)
 
     @property
     def filled(self) -> Bool[Tensor, "B T"]:
@@ -203,11 +213,12 @@ def check_fits(source: TokenSource, seq_len: int) -> None:
         raise ValueError(f"seq_len: {seq_len}; documents with pictures are not cut, {source.name} needs {longest}")
 
 
-def collate(rows: Sequence[tuple[Documents, list[Piece]]], seq_len: int) -> Batch:
+def collate(rows: Sequence[tuple[Documents, list[Piece]]], seq_len: int, picture_text_weight: float = 1.0) -> Batch:
     """Rows of pieces, each row from one source, as a batch."""
     pad = rows[0][0].pad_id
     inputs = np.full((len(rows), seq_len), pad, np.int64)
     targets = np.full((len(rows), seq_len), NO_TARGET, np.int64)
+    weights = np.ones((len(rows), seq_len), np.float32)
     bounds: list[int] = [0]
     ids: list[Segment | None] = []
     found: list[_Found] = []
@@ -221,6 +232,10 @@ def collate(rows: Sequence[tuple[Documents, list[Piece]]], seq_len: int) -> Batc
                 targets[number, at + max(picture.begin - 1, 0) : at + picture.end - 1] = NO_TARGET
                 place = number * seq_len + at + picture.token
                 found.append(_Found(source, picture, place, PictureId(source.name, document, which)))
+            if source.pictures is not None and picture_text_weight != 1:
+                weights[number, at : at + length] = picture_text_weight
+                for begin, end in source.told_of(document):
+                    weights[number, at + begin - 1 : at + end - 1] = 1
             at += length
             bounds.append(number * seq_len + at)
             ids.append(Segment(source.name, document, start))
@@ -228,7 +243,8 @@ def collate(rows: Sequence[tuple[Documents, list[Piece]]], seq_len: int) -> Batc
             bounds.append((number + 1) * seq_len)
             ids.append(None)
     pictures = _read(found) if found else None
-    return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), torch.tensor(bounds), ids, pictures)
+    weighing = torch.from_numpy(weights) if (weights != 1).any() else None
+    return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), torch.tensor(bounds), ids, pictures, weighing)
 
 
 class _Found(NamedTuple):

@@ -2,12 +2,13 @@
 
     SOURCE-00000.pictures        PNG files end to end, without loss; the frames of a video chunk below each other
     SOURCE-00000.pictures.npy    one line a picture, int64: COLUMNS
+    SOURCE-00000.told.npy        one line a run of ids that only the pictures tell, int64: document, begin, end
 
 `document` counts inside the shard, `begin`, `end` and `token` inside the document: where the picture's block begins
 and ends, and where its first `<|media_pad|>` stands, with one more for each further feature row behind it. `offset`
 and `size` are bytes of the `.pictures` file; width and height are of one frame, before it is prepared (images.py).
 Pictures with equal bytes are kept once in a shard. The shard's entry in the manifest counts pictures and patches and
-holds a sha256 over both files.
+holds a sha256 over the three files.
 """
 
 from __future__ import annotations
@@ -84,8 +85,13 @@ def encode_frames(frames: Sequence[PILImage]) -> bytes:
 
 
 def files_of(shard: Path) -> tuple[Path, Path]:
-    """The two files of a shard, given its path without a suffix."""
+    """Pictures and index of a shard, given its path without a suffix."""
     return shard.with_name(shard.name + ".pictures"), shard.with_name(shard.name + ".pictures.npy")
+
+
+def told_of(shard: Path) -> Path:
+    """The third file of a shard."""
+    return shard.with_name(shard.name + ".told.npy")
 
 
 class PictureWriter:
@@ -93,6 +99,7 @@ class PictureWriter:
 
     def __init__(self) -> None:
         self.index: list[tuple[int, ...]] = []
+        self.told: list[tuple[int, int, int]] = []
         self.places: dict[bytes, int] = {}
         self.bytes = self.patches = 0
 
@@ -107,29 +114,36 @@ class PictureWriter:
         self.index.append(stored[1:])
         self.patches += stored.patches
 
+    def tell(self, document: int, told: Sequence[tuple[int, int]]) -> None:
+        self.told += [(document, *bounds) for bounds in told]
+
     def flush(self, shard: Path) -> dict[str, Any]:
         """Write the files and return what the manifest says of them."""
         pack, index = files_of(shard)
         content = b"".join(self.places)
         write_file(pack, content)
         lines = np.array(self.index, np.int64).reshape(-1, len(COLUMNS))
-        with replacing(index) as file:
-            np.save(file, lines)
+        told = np.array(self.told, np.int64).reshape(-1, 3)
+        for path, table in ((index, lines), (told_of(shard), told)):
+            with replacing(path) as file:
+                np.save(file, table)
         return {
             "pictures": len(self.index),
             "patches": self.patches,
-            "pictures_sha256": _sha256(content, lines),
+            "pictures_sha256": _sha256(content, lines, told),
         }
 
 
-def _sha256(content: bytes, lines: np.ndarray) -> str:
-    return hashlib.sha256(content + lines.astype("<i8").tobytes()).hexdigest()
+def _sha256(content: bytes, lines: np.ndarray, told: np.ndarray) -> str:
+    return hashlib.sha256(content + lines.astype("<i8").tobytes() + told.astype("<i8").tobytes()).hexdigest()
 
 
 class PictureShards:
     """Reads the pictures of one source and split. The indexes are held in memory, the packs are mapped."""
 
     def __init__(self, shards: Sequence[Path], entries: Sequence[dict[str, Any]]) -> None:
+        self._shards = list(shards)
+        self._told: dict[int, np.ndarray] = {}
         self._packs = [files_of(shard)[0] for shard in shards]
         self._lines = [
             read_index(files_of(shard)[1], pack, entry)
@@ -142,6 +156,14 @@ class PictureShards:
         lines = self._lines[shard]
         first, last = np.searchsorted(lines[:, 0], [document, document + 1])
         return [StoredPicture(shard, *line) for line in lines[first:last].tolist()]
+
+    def told(self, shard: int, document: int) -> list[tuple[int, int]]:
+        """Bounds of the ids of one document that only its pictures tell."""
+        if shard not in self._told:
+            self._told[shard] = read_told(told_of(self._shards[shard]))
+        lines = self._told[shard]
+        first, last = np.searchsorted(lines[:, 0], [document, document + 1])
+        return [(begin, end) for _, begin, end in lines[first:last].tolist()]
 
     def patches(self, shard: int, documents: int) -> np.ndarray:
         """Patches of every document of a shard, (documents,)."""
@@ -190,8 +212,21 @@ def read_index(path: Path, pack: Path, entry: dict[str, Any]) -> np.ndarray:
     return lines
 
 
+def read_told(path: Path) -> np.ndarray:
+    """The lines of the third file; ValueError for what cannot be such lines."""
+    try:
+        lines = np.load(path)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path}: unreadable ({error}); prepare the data again") from error
+    if lines.dtype != np.int64 or lines.ndim != 2 or lines.shape[1] != 3:
+        raise ValueError(f"{path}: {lines.dtype} {lines.shape}; expected lines of three")
+    if (np.diff(lines[:, 0]) < 0).any() or (lines < 0).any() or (lines[:, 1] >= lines[:, 2]).any():
+        raise ValueError(f"{path}: damaged, its bounds are none")
+    return lines
+
+
 def verify_pictures(shard: Path, entry: dict[str, Any], pads: np.ndarray, starts: np.ndarray) -> None:
-    """ValueError unless both files are those of the manifest and the pads stand where the index says: `pads` are
+    """ValueError unless the files are those of the manifest and the pads stand where the index says: `pads` are
     their places in the ids of the shard, `starts` where its documents begin."""
     pack, index = files_of(shard)
     lines = read_index(index, pack, entry)
@@ -200,5 +235,5 @@ def verify_pictures(shard: Path, entry: dict[str, Any], pads: np.ndarray, starts
     runs = [np.arange(p.rows) + starts[p.document] + p.token for p in (StoredPicture(0, *x) for x in lines.tolist())]
     if not np.array_equal(np.concatenate([*runs, np.zeros(0, np.int64)]), pads):
         raise ValueError(f"{index}: damaged, its pictures are not where the ids have placeholders")
-    if _sha256(pack.read_bytes(), lines) != entry["pictures_sha256"]:
+    if _sha256(pack.read_bytes(), lines, read_told(told_of(shard))) != entry["pictures_sha256"]:
         raise ValueError(f"{pack}: damaged, its sha256 is not the one of the manifest; prepare the data again")

@@ -28,7 +28,9 @@ Split = tuple[str, PictureDocument]
 class Writer(Protocol):
     """What takes the documents of one source and split (prepared.py)."""
 
-    def add(self, ids: list[int], size: int, placed: Sequence[PlacedPicture]) -> None: ...
+    def add(
+        self, ids: list[int], size: int, placed: Sequence[PlacedPicture], told: Sequence[tuple[int, int]]
+    ) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -61,9 +63,9 @@ def write_kind(
     validation = folder / "validation"
     with replacing(validation / f"{kind}.txt") as raw, replacing(validation / f"{kind}.jsonl") as facts:
         for split, document in documents:
-            ids, placed = encode_document(document, tokenizer)
+            ids, placed, told = encode_document(document, tokenizer)
             content = document.text.encode()
-            writers[split].add(ids, len(content), placed)
+            writers[split].add(ids, len(content), placed, told)
             if split == "validation":
                 raw.write(content)
                 facts.write(_facts(document))

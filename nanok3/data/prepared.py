@@ -64,10 +64,18 @@ class _SplitWriter:
         self.pending: list[np.ndarray] = []
         self.documents = self.bytes = self.tokens = self.pending_tokens = 0
 
-    def add(self, ids: list[int], size: int, placed: Sequence[PlacedPicture] = ()) -> None:
+    def add(
+        self,
+        ids: list[int],
+        size: int,
+        placed: Sequence[PlacedPicture] = (),
+        told: Sequence[tuple[int, int]] = (),
+    ) -> None:
         for each in placed:
             assert self.pictures is not None
             self.pictures.add(len(self.pending), each)
+        if self.pictures is not None:
+            self.pictures.tell(len(self.pending), told)
         self.pending.append(np.array(ids, self.dtype))
         self.documents += 1
         self.bytes += size
@@ -276,6 +284,10 @@ class TokenSource:
     def pictures_of(self, document: int) -> list[StoredPicture]:
         """The pictures of a document in their order; none in a source of texts."""
         return self.pictures.of(*self.locate(document)) if self.pictures else []
+
+    def told_of(self, document: int) -> list[tuple[int, int]]:
+        """Bounds of the ids that only the document's pictures tell."""
+        return self.pictures.told(*self.locate(document)) if self.pictures else []
 
 
 def _check_size(path: Path, size: int) -> None:

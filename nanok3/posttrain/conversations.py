@@ -291,6 +291,10 @@ class Conversations:
     def pictures_of(self, document: int) -> tuple[Placed, ...]:
         return self.examples[document].pictures
 
+    def told_of(self, document: int) -> tuple[tuple[int, int], ...]:
+        """None: a conversation's targets weigh alike."""
+        return ()
+
     def pack(self, members: Iterable[int], seq_len: int) -> list[list[Piece]]:
         """Rows of whole conversations; pictures as in packing.py, two patches a token at most."""
         sized = [(i, int(self.lengths[i]), self.examples[i].patches) for i in members]

@@ -250,7 +250,14 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
     write_config(args, model.cfg)
     apply_outside(model, args.train)
     weights = mixture_weights(data, args.mixture)
-    loader = MixtureLoader(data.sources(), weights, settings.batch_size, settings.seq_len, settings.seed)
+    loader = MixtureLoader(
+        data.sources(),
+        weights,
+        settings.batch_size,
+        settings.seq_len,
+        settings.seed,
+        picture_text_weight=settings.picture_text_weight,
+    )
     tokenizer = data.tokenizer()
     sizes = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size - 256)] + [0] * 256)
     validation = validation_batches(data, args)

@@ -41,7 +41,7 @@ from nanok3.ledger import flops_per_token
 from nanok3.model.decoder import K3
 from nanok3.quant.qat import QAT
 from nanok3.train.checkpoint import checkpoints, save_checkpoint
-from nanok3.train.loss import count_targets, cross_entropy, step_loss
+from nanok3.train.loss import count_targets, cross_entropy, step_loss, sum_of_weights, weighted_cross_entropy
 from nanok3.train.machine import matmul_rate
 from nanok3.train.mtp import Prediction
 from nanok3.train.muon import K3Optimizer, OptimizerSettings
@@ -168,10 +168,11 @@ class Trainer:
         self.model.train()
         batches = [next(self.batches).to(self.device) for _ in range(self.settings.accumulate)]
         tokens = sum(count_targets(b.targets) for b in batches)
+        weight = sum(sum_of_weights(b.targets, b.weights) for b in batches)
         self.mtp.begin(batches)
         with self.qat.projected():
             self.sight.look(batches)
-            loss = sum(self._backward(batch, tokens) for batch in batches) / max(tokens, 1)
+            loss = sum(self._backward(batch, weight) for batch in batches) / max(tokens, 1)
             self.sight.learn()
         vision = self._vision_grad_norm()
         grad_norm = float(nn.utils.clip_grad_norm_(self._parameters(), self.settings.grad_clip, foreach=True))
@@ -189,16 +190,16 @@ class Trainer:
         largest = _largest(logits)
         return StepResult(loss, tokens, byte_count, grad_norm, vision, largest, fractions, ids, *seen, self.mtp.mean)
 
-    def _backward(self, batch: Batch, tokens_of_step: int) -> float:
+    def _backward(self, batch: Batch, weight_of_step: float) -> float:
         targets = batch.targets.view(1, -1)
         # Padding must not count as load; pictures, which predict nothing either, are work for the experts.
         with self.balancer.observe(batch.filled), self.clip.observe(), self.mtp.watch():
             hidden = self.sight.hidden(batch)
             ahead = self.mtp.hidden(batch)
-        loss_sum, _ = cross_entropy(hidden, self.model.lm_head.weight, targets)
-        loss, second = step_loss(loss_sum, tokens_of_step), self.mtp.loss(ahead, batch)
+        loss_sum, plain = weighted_cross_entropy(hidden, self.model.lm_head.weight, targets, batch.weights)
+        loss, second = step_loss(loss_sum, weight_of_step), self.mtp.loss(ahead, batch)
         (loss if second is None else loss + second).backward()
-        return float(loss_sum.detach())
+        return float(plain)
 
     def learning_rate(self) -> float:
         """At this point of the schedule."""

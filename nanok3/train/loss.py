@@ -17,6 +17,8 @@ count of the whole step:
     for batch in microbatches:
         loss_sum, _ = cross_entropy(model.hidden_states(batch.inputs), model.lm_head.weight, batch.targets)
         step_loss(loss_sum, tokens).backward()
+
+Tokens may weigh differently (`weighted_cross_entropy`); then the sum of weights takes the place of their number.
 """
 
 from __future__ import annotations
@@ -57,6 +59,19 @@ def cross_entropy(
     device). The gradient of `weight` comes back in the dtype of `weight`. ValueError for a target that is no
     row of `weight`.
     """
+    loss, _ = weighted_cross_entropy(hidden, weight, targets, None, chunk)
+    return loss, count_targets(targets)
+
+
+def weighted_cross_entropy(
+    hidden: Float[Tensor, "*b D"],
+    weight: Float[Tensor, "vocab D"],
+    targets: Int[Tensor, "*b"],
+    token_weights: Float[Tensor, "*b"] | None,
+    chunk: int | None = None,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """The token losses summed with their weights (None: all 1), which is what is learned from; and without, for the
+    log, which has no gradient."""
     if chunk is None:
         chunk = _default_chunk(len(weight), hidden.device)
     if chunk < 1:
@@ -66,8 +81,15 @@ def cross_entropy(
     wanted = flat[rows].long()
     _check_targets(wanted, weight.shape[0])
     states = hidden.reshape(-1, hidden.shape[-1]).to(product_dtype(hidden))
-    loss = _ChunkedCrossEntropy.apply(states, weight, rows, wanted, chunk, torch.is_grad_enabled())
-    return loss, rows.numel()
+    weighing = None if token_weights is None else token_weights.flatten()[rows]
+    return _ChunkedCrossEntropy.apply(states, weight, rows, wanted, weighing, chunk, torch.is_grad_enabled())
+
+
+def sum_of_weights(targets: Int[Tensor, "*b"], token_weights: Float[Tensor, "*b"] | None) -> float:
+    """Of the positions that are predicted."""
+    if token_weights is None:
+        return count_targets(targets)
+    return float(token_weights[targets != IGNORE].sum(dtype=torch.float64))
 
 
 def count_targets(targets: Int[Tensor, "*b"]) -> int:
@@ -75,11 +97,11 @@ def count_targets(targets: Int[Tensor, "*b"]) -> int:
     return int((targets != IGNORE).sum())
 
 
-def step_loss(loss_sum: Float[Tensor, ""], tokens_of_step: int) -> Float[Tensor, ""]:
+def step_loss(loss_sum: Float[Tensor, ""], tokens_of_step: float) -> Float[Tensor, ""]:
     """A microbatch's share of the step's mean loss; all shares add up to the mean over all tokens.
 
-    `tokens_of_step` counts the valid targets of every microbatch on every rank. Where ranks average their
-    gradients instead of adding them, the caller multiplies by the number of ranks.
+    `tokens_of_step` counts the valid targets of every microbatch on every rank, or adds up their weights. Where ranks
+    average their gradients instead of adding them, the caller multiplies by the number of ranks.
     """
     return loss_sum / max(tokens_of_step, 1)
 
@@ -89,37 +111,49 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, targets: Tensor, chunk: int, grad: bool
-    ) -> Tensor:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+        chunk: int,
+        grad: bool,
+    ) -> tuple[Tensor, Tensor]:
         dtype = _softmax_dtype(hidden.dtype)
         matrix = weight.to(hidden.dtype)
         # Two buffers serve all chunks: fresh memory for every chunk costs more than the softmax itself.
         logits = hidden.new_empty(min(chunk, len(rows)), len(weight))
         work = logits if dtype == hidden.dtype else torch.empty_like(logits, dtype=dtype)
-        loss = torch.zeros((), dtype=dtype, device=hidden.device)
+        loss, plain = (torch.zeros((), dtype=dtype, device=hidden.device) for _ in range(2))
         d_hidden = torch.zeros_like(hidden) if grad and ctx.needs_input_grad[0] else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if grad and ctx.needs_input_grad[1] else None
-        for some, wanted in zip(rows.split(chunk), targets[:, None].split(chunk), strict=True):
+        parts = rows.split(chunk)
+        weighing = [None] * len(parts) if weights is None else weights[:, None].to(dtype).split(chunk)
+        for some, wanted, w in zip(parts, targets[:, None].split(chunk), weighing, strict=True):
             states, n = hidden[some], len(some)
             torch.mm(states, matrix.T, out=logits[:n])
             losses = _softmax_(work[:n].copy_(logits[:n]) if work is not logits else work[:n], wanted)
-            loss += losses.sum()
+            plain += losses.sum()
+            loss += (losses if w is None else losses * w).sum()
             if d_hidden is None and d_weight is None:
                 continue
-            d_logits = logits[:n].copy_(work[:n].scatter_add_(1, wanted, -torch.ones_like(losses)))
+            d_logits = work[:n].scatter_add_(1, wanted, -torch.ones_like(losses))
+            d_logits = logits[:n].copy_(d_logits if w is None else d_logits.mul_(w))
             if d_hidden is not None:
                 d_hidden[some] = d_logits @ matrix
             if d_weight is not None:
                 d_weight += d_logits.T @ states
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
-        return loss
+        ctx.mark_non_differentiable(plain)
+        return loss, plain
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor, _plain: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         scaled = [None if d is None else d * upstream.to(d.dtype) for d in (d_hidden, d_weight)]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _softmax_(logits: Tensor, wanted: Tensor) -> Tensor:

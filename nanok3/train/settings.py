@@ -28,6 +28,9 @@ class TrainSettings:
     """AdamW's learning rate relative to Muon's (ours)."""
     vision_lr_scale: float = 0.025
     """The vision tower's and projector's learning rate relative to the rest of AdamW's (ours)."""
+    picture_text_weight: float = 0.02
+    """What the text of picture documents weighs in the loss where it does not say what the picture shows (ours); 1 for
+    all alike."""
     warmup_fraction: float = 0.01
     """Linear warmup, as a share of the schedule (report 3)."""
     final_lr_fraction: float = 0.1
@@ -103,6 +106,8 @@ class TrainSettings:
         for name in ("warmup_fraction", "final_lr_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        if not 0 < self.picture_text_weight <= 1:
+            raise ValueError(f"picture_text_weight is {self.picture_text_weight}; it must be above 0, at most 1")
         if not 0 <= self.mtp_weight < float("inf"):
             raise ValueError(f"mtp_weight is {self.mtp_weight}; it must be at least 0 and finite")
         if self.optimizer not in ("muon", "adamw"):

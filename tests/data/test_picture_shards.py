@@ -359,7 +359,7 @@ def test_damaged_pixels_are_named_when_read(folder: Path, tmp_path: Path) -> Non
 
 def test_equal_pictures_are_kept_once(tmp_path: Path, texts: list[Source], tokenizer: Tokenizer) -> None:
     document = next(iter(kinds.picture_documents("compare", kinds.open_kind("compare"), 1, 0)))
-    _, placed = encode_document(document, tokenizer)
+    placed = encode_document(document, tokenizer).placed
     writer = PictureWriter()
     for number in range(3):
         for each in placed:

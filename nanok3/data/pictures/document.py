@@ -12,11 +12,15 @@ document's `questions`, so that a held-out picture can be asked.
 
 so whatever a validation picture shows is on no training picture, of whichever kind. A document without keys is
 always training.
+
+`told` marks what of the text the picture tells: the answers, and the like in a caption. The rest is what any document
+of the kind says, and may weigh less in training (packing.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -59,12 +63,14 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True)
 class PictureDocument:
-    """Texts and pictures in order, what they show, and the questions that they answer."""
+    """Texts and pictures in order, what they show, and the questions that they answer. `told` bounds the characters of
+    the last part that only the pictures tell."""
 
     kind: str
     parts: tuple[str | Picture, ...]
     keys: tuple[str, ...]
     questions: tuple[Question, ...]
+    told: tuple[tuple[int, int], ...] = ()
 
     @property
     def text(self) -> str:
@@ -84,15 +90,29 @@ def tell(
     keys: Sequence[str],
     captions: Sequence[str],
     asks: Sequence[Ask],
+    facts: Sequence[str] = (),
 ) -> PictureDocument:
-    """A document with either one of the captions or some of the questions behind what is shown."""
+    """A document with either one of the captions or some of the questions behind what is shown. `facts` are what of a
+    caption the picture tells, if these are not the answers."""
     if random.random() < 0.4:
         text = "\n" + random.choice(captions)
+        told = occurrences(text, facts or [ask.answer for ask in asks])
     else:
         chosen = random.sample(asks, min(len(asks), random.randint(1, 3)))
-        text = "".join(question_text(random.choice(ask.phrasings), ask.answer) for ask in chosen)
+        text, told = "", []
+        for ask in chosen:
+            text += question_text(random.choice(ask.phrasings), ask.answer)
+            told.append((len(text) - len(ask.answer), len(text)))
     questions = tuple(Question(ask.field, ask.phrasings[0], ask.answer) for ask in asks)
-    return PictureDocument(kind, (*shown, text), tuple(keys), questions)
+    return PictureDocument(kind, (*shown, text), tuple(keys), questions, tuple(told))
+
+
+def occurrences(text: str, facts: Iterable[str]) -> list[tuple[int, int]]:
+    """Where the facts stand in a text, as whole words, in small or capital letters."""
+    found = set()
+    for fact in facts:
+        found |= {match.span() for match in re.finditer(rf"(?<!\w){re.escape(fact)}(?!\w)", text, re.IGNORECASE)}
+    return sorted(found)
 
 
 def split_of(keys: Sequence[str], share: float, seed: int) -> str:

@@ -62,4 +62,4 @@ def motion(random: Random) -> PictureDocument:
         Ask("shape", ("Which shape is it?", "What shape do you see?"), shape),
     ]
     key = f"motion {does} {what} {cell((x, y), width, height)}"
-    return tell(random, "motion", shown, [key], captions, asks)
+    return tell(random, "motion", shown, [key], captions, asks, (does, colour, shape))

@@ -82,7 +82,7 @@ def photos_from(cache: Path | None) -> Maker:
             Ask("subject", ("What does the photograph show?", "What is it?"), short),
             Ask("medium", ("Is it a drawing or a photograph?",), "a photograph"),
         ]
-        return tell(random, "photos", [Picture((picture,))], [], captions, asks)
+        return tell(random, "photos", [Picture((picture,))], [], captions, asks, (long, long.capitalize()))
 
     return photos
 

@@ -84,7 +84,7 @@ def _bars(random: Random) -> PictureDocument:
         Ask("lowest", ("Which bar is lowest?", "Which is the smallest?"), min(data, key=data.__getitem__)),
         Ask("bars", ("How many bars are there?", "Count the bars."), NUMBERS[len(values)]),
     ]
-    return tell(random, "plots", [draw_bars(random, labels, values)], [f"bars {told}"], captions, asks)
+    return tell(random, "plots", [draw_bars(random, labels, values)], [f"bars {told}"], captions, asks, [told])
 
 
 def _line(random: Random) -> PictureDocument:
@@ -96,7 +96,7 @@ def _line(random: Random) -> PictureDocument:
         Ask("value", (f"What is the value at {number}?", f"How high is point {number}?"), str(values[number - 1])),
         Ask("points", ("How many points are there?", "Count the points."), str(len(values))),
     ]
-    return tell(random, "plots", [draw_line(random, values)], [f"line {told}"], captions, asks)
+    return tell(random, "plots", [draw_line(random, values)], [f"line {told}"], captions, asks, [told])
 
 
 def plots(random: Random) -> PictureDocument:
@@ -141,4 +141,5 @@ def tables(random: Random) -> PictureDocument:
         Ask("lines", ("How many lines are below the header?", "How many rows of data?"), NUMBERS[len(lines)]),
         Ask("columns", ("How many columns are there?", "Count the columns."), NUMBERS[len(header)]),
     ]
-    return tell(random, "tables", [draw_table(random, [header, *lines])], [f"table {code}"], captions, asks)
+    cells = [text for cells in [header, *lines] for text in cells]
+    return tell(random, "tables", [draw_table(random, [header, *lines])], [f"table {code}"], captions, asks, cells)

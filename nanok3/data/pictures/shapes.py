@@ -88,7 +88,7 @@ def shapes(random: Random) -> PictureDocument:
         Ask("count", ("How many shapes are there?", "Count the shapes.", "How many?"), NUMBERS[shown.count]),
         Ask("shape", ("Which shape is it?", "What shape do you see?", "Name the shape."), shown.shape),
     ]
-    return tell(random, "shapes", [shown.picture], [shown.key], captions, asks)
+    return tell(random, "shapes", [shown.picture], [shown.key], captions, asks, shown.name.split())
 
 
 def pixels(point: Point) -> str:
@@ -124,7 +124,8 @@ def places(random: Random) -> PictureDocument:
             relative,
         ),
     ]
-    return tell(random, "places", [shown.picture], [shown.key], captions, asks)
+    facts = (shown.colour, shown.shape, absolute, relative)
+    return tell(random, "places", [shown.picture], [shown.key], captions, asks, facts)
 
 
 def compare(random: Random) -> PictureDocument:
@@ -146,4 +147,5 @@ def compare(random: Random) -> PictureDocument:
         Ask("total", (f"How many {many} are there in all?", "How many together?"), str(first.count + second.count)),
     ]
     shown: list[str | Picture] = ["First: ", first.picture, "\nSecond: ", second.picture]
-    return tell(random, "compare", shown, [first.key, second.key], captions, asks)
+    facts = [*first.name.split(), *second.name.split()]
+    return tell(random, "compare", shown, [first.key, second.key], captions, asks, facts)
