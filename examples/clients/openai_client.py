@@ -33,8 +33,11 @@ def main(address: str, picture: str | None = None) -> None:
 
     paint = {"type": "function", "function": {"name": "paint", "parameters": OBJECT, "strict": True}}
     answer = client.chat.completions.create(messages=messages, tools=[paint], tool_choice="required", **ask)
-    for call in answer.choices[0].message.tool_calls or []:
+    choice = answer.choices[0]
+    for call in choice.message.tool_calls or []:
         print("tool:", call.function.name, json.loads(call.function.arguments))
+    if not choice.message.tool_calls:
+        print("tool: none,", choice.finish_reason)
 
     schema = {"type": "json_schema", "json_schema": {"name": "color", "schema": OBJECT}}
     answer = client.chat.completions.create(messages=messages, response_format=schema, **ask)

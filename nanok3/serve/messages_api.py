@@ -120,6 +120,7 @@ def chat_body(body: Mapping[str, Any]) -> Said:
     found["tools"] = [_tool(tool, f"tools[{k}]") for k, tool in enumerate(f.list("tools"))]
     found["tool_choice"], found["parallel_tool_calls"] = _choice(f.object("tool_choice"))
     found["user"] = f.object("metadata").string("user_id")
+    f.object("thinking").integer("budget_tokens", 1, MAX_TOKENS)  # no model here counts what it thinks
     thinking = f.object("thinking").choice("type", ("enabled", "adaptive", "disabled"))
     if thinking is not None:
         found["thinking"] = {"type": "disabled" if thinking == "disabled" else "enabled"}

@@ -107,6 +107,8 @@ def chat_body(body: Mapping[str, Any]) -> Said:
         raise f.refuse(name, "no such field, since nothing is stored; send the whole conversation as input")
     if f.boolean("background"):
         raise f.refuse("background", "false")
+    if f.has("top_logprobs") and f.get("top_logprobs") != 0:
+        raise f.refuse("top_logprobs", "0, since only /v1/chat/completions and /v1/completions tell them")
     found = Said({name: body[name] for name in (*SAME, *ALSO) if f.has(name)}, **PLACES)
     instructions = f.string("instructions")
     system = Said({"role": "system", "content": instructions}, "instructions", content="instructions")
@@ -172,8 +174,10 @@ def _content(item: Fields, name: str) -> Any:
     given = item.get(name)
     if given is None or isinstance(given, str):
         return given or ""
+    if not isinstance(given, list):
+        raise item.refuse(name, "a string, or a list of parts")
     parts: list[dict[str, Any]] = []
-    for k, part in enumerate(item.list(name)):
+    for k, part in enumerate(given):
         where = f"{item.path(name)}[{k}]"
         if not isinstance(part, dict):
             raise refuse(where, part, "an object")

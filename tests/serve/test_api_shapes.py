@@ -115,6 +115,8 @@ def test_a_response_that_was_cut_is_incomplete(stub):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
     ],
 )
@@ -235,6 +237,8 @@ def test_fields_of_a_message_become_those_of_a_chat():
     assert body["tool_choice"] == "required" and body["parallel_tool_calls"] is False
     with pytest.raises(RequestError, match=r"thinking\.type"):
         messages_api.chat_body({"thinking": {"type": "some"}})
+    with pytest.raises(RequestError, match=r"thinking\.budget_tokens"):
+        messages_api.chat_body({"thinking": {"type": "enabled", "budget_tokens": "many"}})
 
 
 # ---------------------------------------------------------------------- both
