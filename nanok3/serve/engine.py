@@ -12,13 +12,14 @@ depend on who else is served.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
@@ -33,7 +34,17 @@ from nanok3.serve.offload import ArenaBytes, Offload, Tier
 from nanok3.serve.page_pool import PageLayout, PagePool
 from nanok3.serve.pictures import Pixels, check_pads
 from nanok3.serve.prefix_cache import Picture, PrefixCache, SpanKeys
-from nanok3.serve.sampler import SamplingParams, TokenCounts, adjust, new_generator, tempered
+from nanok3.serve.sampler import (
+    Row,
+    Sampled,
+    SamplingParams,
+    TokenCounts,
+    adjust,
+    best,
+    new_generator,
+    sample_rows,
+    tempered,
+)
 from nanok3.serve.scheduler import Limits, Memory, Scheduler, Work
 from nanok3.serve.sequence import Sequence, Status
 from nanok3.serve.speculative import Guess, Speculation, Wish, settle
@@ -462,10 +473,7 @@ class Engine:
                 self.scheduler.commit(piece)
         committed, committed_cpu = time.perf_counter(), time.thread_time()
         moving, moving_cpu = self._moving.seconds, self._moving.cpu
-        for piece in work:
-            logits = results.get(piece.sequence.id)
-            if isinstance(logits, Tensor) and piece.sequence.status is Status.RUNNING:
-                self._use(self._jobs[piece.sequence.id], piece, logits)
+        self._answer(work, results)
         if self.speculation is not None:
             self.speculation.stepped()
         self.after_step()
@@ -511,26 +519,55 @@ class Engine:
                 wishes[name] = Wish(running.sequence, running.limit - said - 1, job.params, running.generator)
         return wishes
 
-    def _use(self, running: _Running, piece: Work, logits: Tensor) -> None:
-        """Look at what the model said after a piece; if nothing remains to be read, sample."""
+    def _answer(self, work: list[Work], results: dict[str, Tensor | Exception]) -> None:
+        """Look at what the model said after each piece. Tokens of those with nothing left to read are sampled together,
+        behind the others, whose drafts are looked at one by one."""
+        due: list[tuple[_Running, Row]] = []
+        for piece in work:
+            running, logits = self._jobs.get(piece.sequence.id), results.get(piece.sequence.id)
+            if running is not None and isinstance(logits, Tensor) and piece.sequence.status is Status.RUNNING:
+                with self._own_fault(running):
+                    row = self._use(running, piece, logits)
+                    due += [] if row is None else [(running, row)]
+        for (running, _), found in zip(due, sample_rows([row for _, row in due], self.forbidden), strict=True):
+            with self._own_fault(running):
+                if isinstance(found, ValueError):
+                    raise found
+                self._end(running, self._say(running, found))
+
+    @contextlib.contextmanager
+    def _own_fault(self, running: _Running) -> Iterator[None]:
+        """What goes wrong here ends this job alone."""
         try:
-            if running.job.prompt_logprobs and len(running.scored) < len(running.job.prompt) - 1:
-                running.scored += self._score(running, piece.start, logits)
-            if piece.draft:
-                self._verify(running, piece, logits.cpu())
-            elif piece.last:
-                self.checks.keep(running.sequence, logits[-1])
-                self._end(running, self._say(running, logits[-1].cpu()))
+            yield
         except Exception as error:
             log.warning("%s failed: %s", running.job.id, error)
             self._finish(running, "error", str(error))
+
+    def _use(self, running: _Running, piece: Work, logits: Tensor) -> Row | None:
+        """The scores of a prompt, the tokens of a draft; or what the next token is to be drawn from."""
+        job = running.job
+        if job.prompt_logprobs and len(running.scored) < len(job.prompt) - 1:
+            running.scored += self._score(running, piece.start, logits)
+        if piece.draft:
+            self._verify(running, piece, logits.cpu())
+        elif piece.last:
+            self.checks.keep(running.sequence, logits[-1])
+            return self._row(running, logits[-1])
+        return None
+
+    @staticmethod
+    def _row(running: _Running, logits: Float[Tensor, " vocab"]) -> Row:
+        job = running.job
+        allowed = None if job.constraint is None else job.constraint.allowed()
+        return Row(logits, job.params, running.generator, running.counts, allowed, job.top_logprobs)
 
     def _score(self, running: _Running, start: int, logits: Float[Tensor, "rows vocab"]) -> list[Token]:
         """What the model gave the prompt's tokens start + 1, ...; plain softmax; alternatives are sayable."""
         following = running.job.prompt[start + 1 : start + 1 + len(logits)]
         logp = logits[: len(following)].cpu().double().log_softmax(-1)
         wanted, sayable = running.job.top_logprobs, logp.index_fill(1, self.forbidden, -torch.inf)
-        return [Token(t, float(row[t]), _top(said, wanted)) for t, row, said in zip(following, logp, sayable)]
+        return [Token(t, float(row[t]), best(said, wanted)) for t, row, said in zip(following, logp, sayable)]
 
     def _verify(self, running: _Running, piece: Work, logits: Float[Tensor, "rows vocab"]) -> None:
         """Say tokens as long as they are those of the draft, and one more; keep of the piece what was said before."""
@@ -538,7 +575,7 @@ class Engine:
         sequence, reason, read = running.sequence, None, 0
         guesses = self.speculation.guesses[sequence.id]
         for row, guess in zip(logits, [*guesses, None], strict=True):
-            reason, read = self._say(running, row, guess), read + 1
+            reason, read = self._say(running, self._settle(self._row(running, row), guess)), read + 1
             if reason is not None or guess is None or sequence.ids[-1] != guess.id:
                 break
         while sequence.computed < piece.start + read:  # in parts: at a boundary the state may be wanted
@@ -548,34 +585,34 @@ class Engine:
         self.speculation.verified(piece, read - 1)
         self._end(running, reason)
 
+    def _settle(self, row: Row, guess: Guess | None) -> Sampled:
+        """One token, whatever was guessed."""
+        if guess is None or guess.q is None:
+            (found,) = sample_rows([row], self.forbidden)
+            if isinstance(found, ValueError):
+                raise found
+            return found
+        if bool(row.logits.isnan().any()):
+            raise ValueError("a logit is NaN: the weights or the computation are broken")
+        z = row.logits.index_fill(0, self.forbidden, -torch.inf)
+        z = z if row.allowed is None else z.masked_fill(~row.allowed, -torch.inf)
+        token, logprob = settle(z, guess, row.params, row.generator, row.counts)
+        logp = tempered(adjust(z, row.params, row.counts), row.params.temperature)
+        return Sampled(token, logprob, best(logp, row.top))
+
     def _end(self, running: _Running, reason: str | None) -> None:
         if reason is not None:
             self._finish(running, reason)
 
-    def _say(self, running: _Running, logits: Float[Tensor, " vocab"], guess: Guess | None = None) -> str | None:
+    def _say(self, running: _Running, found: Sampled) -> str | None:
         """One token more; why it is the last, if it is."""
-        job = running.job
-        if bool(logits.isnan().any()):
-            raise ValueError("a logit is NaN: the weights or the computation are broken")
-        logits = logits.index_fill(0, self.forbidden, -torch.inf)
-        allowed = None if job.constraint is None else job.constraint.allowed()
-        if allowed is not None:
-            logits = logits.masked_fill(~allowed, -torch.inf)
-        token, logprob = settle(logits, guess, job.params, running.generator, running.counts)
-        said = Token(token, logprob, self._alternatives(running, logits))
+        job, said = running.job, Token(found.token, found.logprob, found.top)
         self._record(running, said)
         enough = job.reader.push(said)
-        ends = token in self.ends and not job.ignore_ends
-        if enough or ends or token in job.params.stop_ids:
+        ends = said.id in self.ends and not job.ignore_ends
+        if enough or ends or said.id in job.params.stop_ids:
             return "stop"
         return "length" if len(running.sequence.said) >= running.limit else None
-
-    def _alternatives(self, running: _Running, logits: Tensor) -> tuple[tuple[int, float], ...]:
-        if not running.job.top_logprobs:
-            return ()
-        z = adjust(logits, running.job.params, running.counts)
-        temperature = running.job.params.temperature or 1.0
-        return _top(tempered(z, temperature), running.job.top_logprobs)
 
     def _record(self, running: _Running, said: Token) -> None:
         running.sequence.say(said.id)
@@ -614,10 +651,3 @@ class Engine:
             running.job.reader.finish(outcome)
         except Exception:
             log.exception("the reader of %s failed at its end", running.job.id)
-
-
-def _top(logp: Float[Tensor, " vocab"], count: int) -> tuple[tuple[int, float], ...]:
-    if not count:
-        return ()
-    best = logp.topk(min(count, len(logp)))
-    return tuple(zip(best.indices.tolist(), best.values.tolist()))

@@ -10,22 +10,27 @@
 
 The order is that of transformers; vLLM applies min_p first, which differs only where top_p is set too. Everything
 runs in float64 on the CPU, and one number is drawn per token, so a seed means the same on every device as far as the
-logits agree. Ours: the tolerance below, without which ten equal probabilities reach top_p = 0.7 after seven or after
-eight, as rounding falls.
+logits agree.
+
+The tokens of a step are sampled as the rows of one matrix. Yet a row has the same bits whatever stands beside it: each
+operation on the matrix is exact (differences, quotients, maxima), runs along a row from its beginning (softmax, running
+sums), or is left to the row alone (bias, penalties, filters). What breaks a row is that row's error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-TOLERANCE = 1e-6
-"""Relative slack of the top_p and min_p borders; float32 logits are no more exact."""
+from nanok3.serve.filters import keep_probable
+
+AT_ONCE = 2**18
+"""Numbers of a matrix of rows: two mebibytes, which stay near the core."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,11 @@ class SamplingParams:
         """Whether what was said before changes the logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def filters(self) -> bool:
+        """Whether some ids are left out for being improbable."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
 
 def _within(name: str, value: object, fits: bool, allowed: str) -> None:
     if not fits:
@@ -110,24 +120,112 @@ def new_generator(seed: int | None) -> torch.Generator:
     return generator
 
 
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What one request's next token is drawn from."""
+
+    logits: Float[Tensor, " vocab"]
+    params: SamplingParams
+    generator: torch.Generator
+    counts: TokenCounts | None = None
+    allowed: Bool[Tensor, " vocab"] | None = None
+    """True for the ids that may come; None for all."""
+    top: int = 0
+    """How many of the most probable ids are asked for."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A token and its log-probability under softmax(z / temperature), before top_k, top_p and min_p: what a trainer
+    that knows the temperature computes for the same token. Greedy choices report it at temperature 1."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most probable ids with theirs."""
+
+
 def sample(
     logits: Float[Tensor, " vocab"],
     params: SamplingParams,
     generator: torch.Generator,
     counts: TokenCounts | None = None,
 ) -> tuple[int, float]:
-    """One token and its log-probability under softmax(z / temperature), before top_k, top_p and min_p: what a trainer
-    that knows the temperature computes for the same token. Greedy choices report it at temperature 1.
+    """One token and its log-probability. ValueError if a logit is NaN or +inf, or every one is -inf; ids at -inf are
+    never chosen."""
+    (found,) = sample_rows([Row(logits, params, generator, counts)])
+    if isinstance(found, ValueError):
+        raise found
+    return found.token, found.logprob
 
-    ValueError if a logit is NaN or +inf, or every one is -inf; ids at -inf are never chosen.
-    """
-    z = adjust(logits, params, counts)
-    if params.temperature == 0:
-        token = int(z.argmax())  # the first of equals
-        return token, float(z.log_softmax(-1)[token])
-    logp = tempered(z, params.temperature)
-    token = draw(truncate(logp.exp(), params), generator)
-    return token, float(logp[token])
+
+def sample_rows(rows: Sequence[Row], forbidden: Int[Tensor, " ids"] | None = None) -> list[Sampled | ValueError]:
+    """Of each row a token, or why there is none. forbidden: ids that are never said."""
+    found: dict[int, Sampled | ValueError] = {}
+    for greedy in (True, False):
+        places = [k for k, row in enumerate(rows) if (row.params.temperature == 0) == greedy]
+        some = max(1, AT_ONCE // len(rows[0].logits)) if places else 1
+        for first in range(0, len(places), some):
+            group = places[first : first + some]
+            found.update(zip(group, _sample_group([rows[k] for k in group], forbidden, greedy), strict=True))
+    return [found[k] for k in range(len(rows))]
+
+
+def _sample_group(rows: Sequence[Row], forbidden: Tensor | None, greedy: bool) -> list[Sampled | ValueError]:
+    z, errors = _adjusted(rows, forbidden)
+    z -= z.amax(-1, keepdim=True)  # first, so that the smallest temperature overflows to -inf, not to NaN
+    if not greedy:
+        z /= torch.tensor([[row.params.temperature] for row in rows], dtype=torch.float64)
+    p = z.softmax(-1)
+    likeliest = [math.log(highest) for highest in p.amax(-1).tolist()]  # of which z is 0 now
+    tokens = z.argmax(-1) if greedy else _draw_filtered(p, rows)
+    logprobs = z.gather(1, tokens[:, None])[:, 0].tolist()
+    found: list[Sampled | ValueError] = []
+    for k, (row, error, token) in enumerate(zip(rows, errors, tokens.tolist(), strict=True)):
+        top = best(z[k], row.top, likeliest[k]) if row.top else ()
+        found.append(error or Sampled(token, logprobs[k] + likeliest[k], top))
+    return found
+
+
+def _adjusted(
+    rows: Sequence[Row], forbidden: Tensor | None
+) -> tuple[Float[Tensor, "rows vocab"], list[ValueError | None]]:
+    """z of the docstring above, and what is wrong with each row; one that is broken has zeros instead."""
+    z = torch.stack([row.logits.detach() for row in rows]).to("cpu", torch.float64)
+    errors = _faults(z, nan_only=True)  # one at an id that may not come anyway, too
+    if forbidden is not None:
+        z.index_fill_(1, forbidden, -torch.inf)
+    for k, row in enumerate(rows):
+        try:
+            if row.allowed is not None:
+                z[k].masked_fill_(~row.allowed, -torch.inf)
+            if row.params.logit_bias or row.params.counts_tokens:
+                _penalize(z[k], row.params, row.counts)
+        except (ValueError, RuntimeError) as error:
+            errors[k] = errors[k] or ValueError(str(error))
+    errors = [before or after for before, after in zip(errors, _faults(z))]
+    for k in (k for k, found in enumerate(errors) if found is not None):
+        z[k] = 0
+    return z, errors
+
+
+def _faults(z: Float[Tensor, "rows vocab"], nan_only: bool = False) -> list[ValueError | None]:
+    highest = z.amax(-1).tolist()
+    return [None if math.isfinite(one) else _fault(z[k], one, nan_only) for k, one in enumerate(highest)]
+
+
+def _draw_filtered(p: Float[Tensor, "rows vocab"], rows: Sequence[Row]) -> Int[Tensor, " rows"]:
+    """p is changed."""
+    for k, params in enumerate(row.params for row in rows):
+        if params.filters:
+            keep_probable(p[k].numpy(), params.top_k, params.top_p, params.min_p)
+    return draw_rows(p, [row.generator for row in rows])
+
+
+def best(logp: Float[Tensor, " vocab"], count: int, more: float = 0.0) -> tuple[tuple[int, float], ...]:
+    """The most probable ids, with logp + more."""
+    found = logp.topk(min(count, len(logp)))
+    return tuple(zip(found.indices.tolist(), (found.values + more).tolist()))
 
 
 def probabilities(
@@ -143,28 +241,36 @@ def probabilities(
 def adjust(
     logits: Float[Tensor, " vocab"], params: SamplingParams, counts: TokenCounts | None = None
 ) -> Float[Tensor, " vocab"]:
-    """z of the docstring above, float64 on the CPU: bias and penalties applied, values checked."""
+    """z of the docstring above for one row, float64 on the CPU. ValueError as `sample`."""
     z = logits.detach().to("cpu", torch.float64, copy=True)
+    _penalize(z, params, counts)
+    fault = _fault(z, float(z.max()))
+    if fault is not None:
+        raise fault
+    return z
+
+
+def _penalize(z: Float[Tensor, " vocab"], params: SamplingParams, counts: TokenCounts | None) -> None:
+    """Bias and penalties, in place."""
     for token, bias in params.logit_bias.items():
         if not 0 <= token < len(z):
             raise ValueError(f"logit_bias names id {token}; the model's ids are 0 to {len(z) - 1}")
         z[token] += bias
     if params.counts_tokens and counts is not None:
         said, r = counts.said.double(), params.repetition_penalty
-        z = torch.where(counts.prompt | (said > 0), torch.where(z > 0, z / r, z * r), z)
+        z.copy_(torch.where(counts.prompt | (said > 0), torch.where(z > 0, z / r, z * r), z))
         z -= params.presence_penalty * (said > 0).double() + params.frequency_penalty * said
-    _check(z)
-    return z
 
 
-def _check(z: Tensor) -> None:
-    highest = float(z.max())  # NaN if there is one
+def _fault(z: Tensor, highest: float, nan_only: bool = False) -> ValueError | None:
+    """What is wrong with logits whose maximum, NaN if there is one among them, is `highest`."""
     if math.isnan(highest):
         bad = int(z.isnan().nonzero()[0])
-        raise ValueError(f"the logit of id {bad} is NaN: the weights or the computation are broken")
-    if math.isinf(highest):
+        return ValueError(f"the logit of id {bad} is NaN: the weights or the computation are broken")
+    if math.isinf(highest) and not nan_only:
         what = "a logit is +inf" if highest > 0 else "every logit is -inf, no token may follow"
-        raise ValueError(f"{what}; there is no distribution to sample from")
+        return ValueError(f"{what}; there is no distribution to sample from")
+    return None
 
 
 def tempered(z: Float[Tensor, " vocab"], temperature: float) -> Float[Tensor, " vocab"]:
@@ -174,37 +280,19 @@ def tempered(z: Float[Tensor, " vocab"], temperature: float) -> Float[Tensor, " 
 
 def truncate(p: Float[Tensor, " vocab"], params: SamplingParams) -> Float[Tensor, " vocab"]:
     """p after top_k, top_p and min_p, renormalised. Of equal probabilities the lower ids are kept first."""
-    least = params.min_p * float(p.max()) * (1 - TOLERANCE)
-    if params.top_k is None and params.top_p == 1:
-        return _renormalized(torch.where(p >= least, p, 0.0))
-    ids = _candidates(p, params)
-    falling, order = p[ids].sort(descending=True, stable=True)
-    falling, ids = falling[: params.top_k], ids[order[: params.top_k]]
-    kept = falling >= least
-    if params.top_p < 1:
-        total = float(p.sum() if params.top_k is None else falling.sum())
-        more_probable = falling.cumsum(0) - falling
-        kept &= more_probable < params.top_p * total * (1 - TOLERANCE)
-    return _renormalized(torch.zeros_like(p).index_put_((ids[kept],), falling[kept]))
-
-
-def _candidates(p: Tensor, params: SamplingParams) -> Tensor:
-    """Ids that top_k or top_p can keep, ascending, so that few of 163,840 need sorting. Of V tokens those below
-    (1 - top_p) / V sum to less than 1 - top_p: the others reach top_p without them."""
-    if params.top_k is not None:
-        floor = p.topk(min(params.top_k, len(p))).values[-1]
-    else:
-        floor = p.new_tensor((1 - params.top_p) / len(p))
-    return (p >= floor).nonzero().flatten()
-
-
-def _renormalized(p: Tensor) -> Tensor:
-    return p / p.sum()
+    kept = p.to("cpu", torch.float64, copy=True)
+    keep_probable(kept.numpy(), params.top_k, params.top_p, params.min_p)
+    return kept.div_(kept.sum())
 
 
 def draw(p: Float[Tensor, " vocab"], generator: torch.Generator) -> int:
-    """An id with probability p[id], by one uniform number. An id with p = 0 never comes: the running sum does not
-    move there, and the first sum strictly above u is taken."""
-    sums = p.cumsum(0)
-    u = torch.rand((), dtype=torch.float64, generator=generator) * sums[-1]
-    return int(torch.searchsorted(sums, u, right=True))
+    """An id with probability p[id], by one uniform number."""
+    return int(draw_rows(p[None], [generator]))
+
+
+def draw_rows(p: Float[Tensor, "rows vocab"], generators: Sequence[torch.Generator]) -> Int[Tensor, " rows"]:
+    """Of each row an id, by one uniform number of its generator. An id with p = 0 never comes: the running sum does
+    not move there, and the first sum strictly above u is taken."""
+    sums = p.cumsum(-1)
+    u = torch.stack([torch.rand((), dtype=torch.float64, generator=generator) for generator in generators])
+    return torch.searchsorted(sums, (u * sums[:, -1])[:, None], right=True)[:, 0]

@@ -11,7 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanok3.serve.sampler import TOLERANCE, SamplingParams, TokenCounts, draw, new_generator, probabilities, sample
+from nanok3.serve import sampler
+from nanok3.serve.filters import TOLERANCE
+from nanok3.serve.sampler import (
+    Row,
+    Sampled,
+    SamplingParams,
+    TokenCounts,
+    draw,
+    new_generator,
+    probabilities,
+    sample,
+    sample_rows,
+)
 
 INF = math.inf
 
@@ -190,6 +202,61 @@ def test_logprob_is_of_the_whole_distribution_at_the_temperature() -> None:
     logits = torch.randn(30, generator=torch.Generator().manual_seed(0))
     token, logprob = sample(logits, SamplingParams(temperature=0.7, top_k=2, top_p=0.5), new_generator(0))
     assert logprob == pytest.approx(float((logits.double() / 0.7).log_softmax(0)[token]), abs=1e-12)
+
+
+def rows_of_all_kinds(vocab: int = 1003) -> list[Row]:
+    """Fresh ones each time, so that each begins with the same random numbers."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {},
+        {"top_p": 0.9, "temperature": 0.6},
+        {"top_k": 7, "min_p": 0.1},
+        {"temperature": 1.4, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"temperature": 0.0, "logit_bias": {3: 2.5}, "presence_penalty": 0.5},
+    ]
+    noise = torch.Generator().manual_seed(4)
+    rows = []
+    for k in range(17):
+        logits, params = 4 * torch.randn(vocab, generator=noise), SamplingParams(**kinds[k % len(kinds)])
+        counts = TokenCounts.of([k, 2 * k], vocab) if params.counts_tokens else None
+        allowed = torch.rand(vocab, generator=noise) < 0.5 if k % 5 == 0 else None
+        rows.append(Row(logits, params, new_generator(k), counts, allowed, k % 4))
+    return rows
+
+
+@pytest.mark.parametrize("at_once", [1, 4000, 2**18])
+def test_a_row_has_the_same_bits_alone_and_beside_others(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbidden = torch.tensor([0, 5, 1002])
+    alone = [sample_rows([row], forbidden)[0] for row in rows_of_all_kinds()]
+    monkeypatch.setattr(sampler, "AT_ONCE", at_once)
+    assert sample_rows(rows_of_all_kinds(), forbidden) == alone
+    assert sample_rows(rows_of_all_kinds()[::-1], forbidden) == alone[::-1]
+    assert all(isinstance(found, Sampled) and found.token not in (0, 5, 1002) for found in alone)
+    assert [len(found.top) for found in alone if isinstance(found, Sampled)] == [k % 4 for k in range(17)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF, -INF])
+def test_a_broken_row_is_an_error_of_its_own(bad: float) -> None:
+    expected, rows = sample_rows(rows_of_all_kinds()), rows_of_all_kinds()
+    for k in (0, 3, 16):
+        rows[k].logits[7 if bad != -INF else slice(None)] = bad
+    found = sample_rows(rows)
+    assert all(isinstance(found[k], ValueError) for k in (0, 3, 16))
+    assert all(found[k] == expected[k] for k in range(17) if k not in (0, 3, 16))
+
+
+def test_nan_at_a_forbidden_id_is_an_error_all_the_same() -> None:
+    row = Row(torch.tensor([math.nan, 0.0, 1.0]), SamplingParams(), new_generator(0))
+    (found,) = sample_rows([row], torch.tensor([0]))
+    assert isinstance(found, ValueError) and "id 0 is NaN" in str(found)
+
+
+def test_top_gives_the_most_probable_ids_at_the_temperature() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
+    (found,) = sample_rows([Row(logits, SamplingParams(temperature=0.5, top_k=1), new_generator(0), top=9)])
+    assert isinstance(found, Sampled) and [token for token, _ in found.top] == [1, 3, 2, 0]
+    expected = (logits.double() / 0.5).log_softmax(0)
+    assert [p for _, p in found.top] == pytest.approx(expected[[1, 3, 2, 0]].tolist(), abs=1e-12)
 
 
 def test_logits_are_not_changed() -> None:
