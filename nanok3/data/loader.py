@@ -5,11 +5,12 @@ source that is furthest behind its share:
 
     source(k) = argmax over s of   weight_s * (k + 1) - rows taken from s before k
 
-and inside a source from its own stream: an epoch is a permutation of the documents, drawn from (seed, source,
-epoch); consecutive documents of it, about two million tokens, are packed into rows together, and these rows are
-shuffled, drawn from (seed, source, epoch, group). Workers share the sequence: a step of w ranks takes the next
-w * batch_size rows, and rank r those whose place in the step is r modulo w. So the position is the same on every
-rank, and a run saved by 8 workers goes on with 3.
+where a source that takes part in some rows only (`spans`: from row a to row b) has its weight there and none elsewhere,
+and the weights of a row add up to one. Inside a source from its own stream: an epoch is a permutation of the documents,
+drawn from (seed, source, epoch); consecutive documents of it, about two million tokens, are packed into rows together,
+and these rows are shuffled, drawn from (seed, source, epoch, group). Workers share the sequence: a step of w ranks
+takes the next w * batch_size rows, and rank r those whose place in the step is r modulo w. So the position is the same
+on every rank, and a run saved by 8 workers goes on with 3.
 
 Rows with pictures are rows of their sources, so a mixture's share of them falls on every step alike; a row holds at
 most `patches_per_row` patches (packing.py).
@@ -20,7 +21,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,9 +86,17 @@ class _Stream:
         }
 
 
+class Span(NamedTuple):
+    """The rows of a run, counted over all workers, in which a source takes part."""
+
+    begin: int = 0
+    end: int | None = None
+
+
 class MixtureLoader:
     """Iterates over `Batch`es for ever. `weights` are the sources' shares of the rows and need not sum to one;
-    `batch_size` is per rank. Raises ValueError for a source without anything to predict, or with pictures in documents
+    `batch_size` is per rank; `spans` are the first row of each source and the row that ends it (None: all rows, never).
+    Raises ValueError for a source without anything to predict, or with pictures in documents
     longer than a row."""
 
     def __init__(
@@ -100,6 +110,7 @@ class MixtureLoader:
         world: int = 1,
         patches_per_row: int | None = None,
         picture_text_weight: float = 1.0,
+        spans: Sequence[Span] | None = None,
     ) -> None:
         _check(sources, weights, batch_size, seq_len, seed, rank, world)
         for source in sources:
@@ -109,6 +120,8 @@ class MixtureLoader:
         self.patches_per_row, self.picture_text_weight = patches_per_row, picture_text_weight
         self.batch_size, self.seq_len, self.seed, self.rank, self.world = batch_size, seq_len, seed, rank, world
         self.weights = [weight / sum(weights) for weight in weights]
+        self.spans = list(spans or [Span()] * len(sources))
+        self._stretches = _stretches(self.weights, self.spans)
         self.streams = [_Stream(source, seed, seq_len, patches_per_row) for source in sources]
         self.taken = [0] * len(sources)
 
@@ -118,7 +131,10 @@ class MixtureLoader:
     def _choose(self) -> int:
         """The source of the next row."""
         rows = sum(self.taken) + 1
-        behind = [weight * rows - taken for weight, taken in zip(self.weights, self.taken, strict=True)]
+        due, here = [0.0] * len(self.taken), list(self.weights)
+        for begin, end, shares in (stretch for stretch in self._stretches if stretch[0] < rows):
+            due, here = [d + share * (min(rows, end) - begin) for d, share in zip(due, shares, strict=True)], shares
+        behind = [d - taken if share else -math.inf for d, taken, share in zip(due, self.taken, here, strict=True)]
         return behind.index(max(behind))
 
     def __next__(self) -> Batch:
@@ -136,6 +152,7 @@ class MixtureLoader:
         with_pictures = any(stream.source.pictures for stream in self.streams)
         return {
             **({"patches_per_row": self.patches_per_row} if with_pictures else {}),
+            **({"spans": [list(span) for span in self.spans]} if any(span != Span() for span in self.spans) else {}),
             "seed": self.seed,
             "seq_len": self.seq_len,
             "weights": self.weights,
@@ -152,8 +169,8 @@ class MixtureLoader:
         """Go to a saved position; batch size, rank and number of workers may differ. Raises ValueError if seed, row
         length, weights or data do, or if the shuffled order is not the one of the saved run (another numpy)."""
         for name, ours in self._identity().items():
-            if state["identity"][name] != ours:
-                raise ValueError(f"data position: {name} was {state['identity'][name]}, is {ours}; cannot go on there")
+            if (theirs := state["identity"].get(name)) != ours:
+                raise ValueError(f"data position: {name} was {theirs}, is {ours}; cannot go on there")
         for index, stream in enumerate(self.streams):
             saved = state["positions"][stream.source.name]
             stream.move_to(saved["epoch"], saved["group"], saved["row"])
@@ -163,6 +180,22 @@ class MixtureLoader:
                     f"{stream.position()} (numpy {np.__version__} shuffles differently)"
                 )
             self.taken[index] = state["taken"][stream.source.name]
+
+
+def _stretches(weights: Sequence[float], spans: Sequence[Span]) -> list[tuple[float, float, list[float]]]:
+    """Stretches of rows in which the same sources take part: begin, end, and every source's share."""
+    ends = [math.inf if span.end is None else float(span.end) for span in spans]
+    bounds = sorted({0.0, math.inf, *(float(span.begin) for span in spans), *ends})
+    found = []
+    for begin, end in pairwise(bounds):
+        here = [
+            weight if span.begin <= begin < last else 0.0
+            for weight, span, last in zip(weights, spans, ends, strict=True)
+        ]
+        if not sum(here):
+            raise ValueError(f"spans: no source takes part from row {begin:.0f} on")
+        found.append((begin, end, here if all(here) else [weight / sum(here) for weight in here]))
+    return found
 
 
 def _check(

@@ -216,7 +216,8 @@ class PatchEmbed(nn.Module):
     def __init__(self, width: int, patch: int, table: tuple[int, int]) -> None:
         super().__init__()
         self.proj = Learned(width, 3, patch, patch, inputs=3 * patch * patch)
-        self.pos_emb = Learned(*table, width)
+        # As large as what the patches become: beside them 0.02 would be no place at all.
+        self.pos_emb = Learned(*table, width, inputs=1)
 
     def forward(self, pixel_values: Float[Tensor, "N 3 P P"], grids: list[Grid]) -> Float[Tensor, "N D"]:
         x = linear(pixel_values.flatten(1), self.proj.weight.to(pixel_values.dtype).flatten(1))

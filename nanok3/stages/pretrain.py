@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from nanok3.config import K3Config
 from nanok3.train.settings import TrainSettings
 
 if TYPE_CHECKING:
+    from nanok3.data.loader import Span
     from nanok3.data.prepared import Prepared
     from nanok3.model.decoder import K3
     from nanok3.train.loop import Trainer
@@ -38,7 +40,8 @@ class PretrainArgs:
     data: Path = Path("runs/data")
     """Prepared data (`nanok3 data` makes it)."""
     mixture: tuple[str, ...] = ()
-    """Weights of the sources as name:weight, for those that should differ from the prepared ones."""
+    """Weights of the sources as name:weight, for those that should differ from the prepared ones; one that takes part
+    in some rows of the run only as name:weight@0-4000 or name:weight@4000-."""
     preset: str = "small"
     """Model preset: tiny, small, base or k3; vision-tiny or vision-small, which see; or an official config.json."""
     depth: int | None = None
@@ -257,6 +260,7 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
         settings.seq_len,
         settings.seed,
         picture_text_weight=settings.picture_text_weight,
+        spans=mixture_spans(data, args.mixture),
     )
     tokenizer = data.tokenizer()
     sizes = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size - 256)] + [0] * 256)
@@ -322,12 +326,29 @@ def describe_run(trainer: Trainer) -> str:
     )
 
 
+def mixture_spans(data: Prepared, changes: tuple[str, ...]) -> list[Span]:
+    """The rows of which the changes `name:weight@begin-end` speak, for every source."""
+    from nanok3.data.loader import Span
+
+    spans = {source.name: Span() for source in data.sources()}
+    for change in changes:
+        name, at, rows = change.partition(":")[0], *change.partition("@")[1:]
+        if not at:
+            continue
+        match = re.fullmatch(r"([0-9]{1,15})-([0-9]{0,15})", rows)
+        span = Span(int(match[1]), int(match[2]) if match[2] else None) if match else Span()
+        if not match or (span.end is not None and span.end <= span.begin):
+            raise ValueError(f"mixture: {change!r}; expected rows as in name:weight@0-2000 or name:weight@2000-")
+        spans[name] = span
+    return list(spans.values())
+
+
 def mixture_weights(data: Prepared, changes: tuple[str, ...]) -> list[float]:
     """The prepared weights with `name:weight` changes."""
     names = [source.name for source in data.sources()]
     weights = dict(zip(names, data.weights(), strict=True))
     for change in changes:
-        name, _, value = change.partition(":")
+        name, _, value = change.partition("@")[0].partition(":")
         if name not in weights:
             raise ValueError(f"mixture: {name!r} is no source of {data.folder}; allowed: {', '.join(names)}")
         try:

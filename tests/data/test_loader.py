@@ -11,7 +11,7 @@ import torch
 
 from nanok3.data import loader as loader_module
 from nanok3.data import prepared
-from nanok3.data.loader import MixtureLoader
+from nanok3.data.loader import MixtureLoader, Span
 from nanok3.data.packing import NO_TARGET, Batch
 from nanok3.data.plan import Source
 from nanok3.data.prepared import Prepared, TokenSource, prepare
@@ -229,3 +229,23 @@ def test_wrong_arguments(sources: list[TokenSource], tokenizer: Tokenizer, tmp_p
         MixtureLoader(sources, [1.0, 2.0], 4, T, -1)
     with pytest.raises(ValueError, match="weights: 0 for 0 sources"):
         MixtureLoader([], [], 4, T)
+
+
+def test_a_source_may_take_part_in_some_rows_only(sources: list[TokenSource]) -> None:
+    """Its share holds within its span; the position is restored across the bounds."""
+    loader = MixtureLoader(sources, [1.0, 1.0], 1, T, spans=[Span(), Span(20, 50)])
+    names = [next(loader).ids[0].source for _ in range(70)]
+    second = [at for at, name in enumerate(names) if name == sources[1].name]
+    assert len(second) == 15 and min(second) >= 20 and max(second) < 50
+    swapped = MixtureLoader(sources, [1.0, 3.0], 1, T, spans=[Span(8), Span(0, 8)])
+    firsts = [next(swapped) for _ in range(5)]
+    again = MixtureLoader(sources, [1.0, 3.0], 1, T, spans=[Span(8), Span(0, 8)])
+    again.load_state_dict(json.loads(json.dumps(swapped.state_dict())))
+    rest = [next(swapped) for _ in range(8)]
+    assert [batch.ids for batch in rest] == [next(again).ids for _ in range(8)]
+    names = [batch.ids[0].source for batch in [*firsts, *rest]]
+    assert names == [sources[1].name] * 8 + [sources[0].name] * 5
+    with pytest.raises(ValueError, match="spans was None, is"):
+        again.load_state_dict(MixtureLoader(sources, [1.0, 3.0], 1, T).state_dict())
+    with pytest.raises(ValueError, match="no source takes part from row 8 on"):
+        MixtureLoader(sources, [1.0, 1.0], 1, T, spans=[Span(0, 8), Span(0, 5)])

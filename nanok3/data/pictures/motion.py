@@ -39,7 +39,7 @@ def motion(random: Random) -> PictureDocument:
     """One shape in one or two chunks."""
     does, (dx, dy, factor) = random.choice(list(MOTIONS.items()))
     colour, shape = random.choice(list(COLOURS)), random.choice(SHAPES)
-    width, height = random.choice((56, 64, 84)), random.choice((56, 64))
+    width, height = random.choice((56, 84)), 56
     chunks = random.choice((1, 1, 2))
     small, large = random.uniform(6, 7), random.uniform(12, 14)
     begin, end = {2.0: (small, large), 0.5: (large, small)}.get(factor, (8.0, 8.0))

@@ -1,5 +1,6 @@
 """Coloured shapes: how many of which, where one of them is, and which of two pictures has more.
 
+    colours    one shape and its colour, nothing else: what a new tower learns first
     shapes     one to five shapes of one colour and form
     places     one shape, its centre in pixels and as fractions of the sides (the report's two forms of coordinates)
     compare    two pictures in one document
@@ -27,7 +28,8 @@ from nanok3.data.pictures.drawing import (
     shade,
 )
 
-SIDES = (56, 64, 70, 84)
+SIDES = (56, 84)
+"""Whole feature rows: another side is filled up with black when a picture is prepared, and a new tower sees the bar."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,14 @@ def scene(random: Random, count: int, colour: str, shape: str) -> Scene:
 
 def _any_scene(random: Random, count: int) -> Scene:
     return scene(random, count, random.choice(list(COLOURS)), random.choice(SHAPES))
+
+
+def colours(random: Random) -> PictureDocument:
+    """One shape whose colour alone is asked for."""
+    shown = _any_scene(random, 1)
+    captions = (f"It is {shown.colour}.", f"{shown.colour.capitalize()}.", f"The colour is {shown.colour}.")
+    asks = [Ask("colour", ("What colour is it?", "Which colour do you see?", "Name the colour."), shown.colour)]
+    return tell(random, "colours", [shown.picture], [shown.key], captions, asks)
 
 
 def shapes(random: Random) -> PictureDocument:

@@ -43,14 +43,19 @@ def _letters(random: Random) -> str:
             return word
 
 
+def _whole_rows(side: int) -> int:
+    """The next side that is not filled up with black when the picture is prepared."""
+    return -(-side // 28) * 28
+
+
 def write(random: Random, lines: Sequence[str]) -> Picture:
     """The lines below each other, with chance deciding on font, size, colours and place."""
     face = font(random.randint(13, 22), random.choice(FACES))
     boxes = [text_size(line, face) for line in lines]
     tall = face.size + 2
     room_x, room_y = random.randint(4, 24), random.randint(4, 14)
-    width = max(28, max(box[2] for box in boxes) + room_x)
-    height = max(28, tall * len(lines) + room_y)
+    width = _whole_rows(max(box[2] for box in boxes) + room_x)
+    height = _whole_rows(tall * len(lines) + room_y)
     paper = random.choice(PAPERS)
     picture, pen = canvas(width, height, paper)
     ink = random.choice(_INKS if sum(paper) > 300 else _CHALK)
