@@ -5,6 +5,7 @@
     python bench/qat.py                    MLPs are routed experts and nothing else: what the rounding is felt in
     python bench/qat.py --model family     K3 in small, where shared experts carry the load
     python bench/qat.py --model memory     two layers that learn random sequences by heart, in nats a token
+    python bench/qat.py --model text       pairs of short runs, channels of unlike size; makes its own data; minutes
 
 One run of K3 is trained to step `steps - qat_steps` and goes on from there three times, over the same text at the same
 learning rates: without QAT, with weights in MXFP4, and with inputs in MXFP8 too. So all three have seen the same, and
@@ -13,11 +14,19 @@ what differs is what their last steps were trained for. Each is then measured on
     score       bits per byte of held-out text
     lost        thousandths of that above the run without QAT, not rounded
     recovered   1 - lost with QAT / lost by rounding the run without QAT afterwards, served the same way
+
+A small model that was trained for minutes loses next to nothing by rounding, so there is nothing to win back. `text`
+makes rounding cost something without changing what the model computes: after `steps - qat_steps` steps at a constant
+rate each channel of the latent that the experts read is scaled by a log-normal factor, the columns of w1 and w3 by it
+and the rows of the projection into the latent by its inverse. Channels of large models differ as much in size; in a
+block of 32 the small ones then share the step of the largest. From there every order of the text is trained twice, at
+a rate that falls to zero, without QAT and with w4a16: a pair. The difference of two pairs says how sure a figure is.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,6 +40,7 @@ import torch.nn.functional as F
 import tyro
 from quality import held_out
 
+from nanok3.cli import main as nanok3_command
 from nanok3.config import K3Config
 from nanok3.data.loader import MixtureLoader
 from nanok3.data.prepared import Prepared
@@ -46,28 +56,42 @@ SERVED = (("w4a16", "ceil"), ("w4a16", "floor"), ("w4a16", "even"), ("w4a8", "ce
 """How the run without QAT is rounded afterwards."""
 TRAINED = (("w4a16", "ceil"), ("w4a8", "ceil"))
 """The runs with QAT; each is served as it was trained."""
+TEXT_DEPTH, TEXT_WARMUP = 3, 15
 
 
 @dataclass
 class Options(harness.Options):
-    rounds: int = 2
-    """Seeds: 0, 1, ..."""
-    model: Literal["experts", "family", "memory"] = "experts"
+    rounds: int | None = None
+    """Seeds 0, 1, ..., by default two; for `text` orders of the text, by default four."""
+    model: Literal["experts", "family", "memory", "text"] = "experts"
     """family: K3Config.small at the depth; experts: the same without shared experts and dense MLP, 8 experts of double
-    width, one a token."""
+    width, one a token; text: three layers, 8 experts of twice the model's width, two a token."""
     depth: int = 5
-    steps: int = 300
+    steps: int | None = None
+    """In all, by default 300; for `text` 500."""
     qat_steps: int = 100
-    """The last steps, which are trained three times."""
+    """The last steps, which are trained three times; for `text` in pairs."""
     final_lr: float = 0.03
     """Where the cosine ends, relative to the peak."""
     bytes: int = 60_000
     """Held-out bytes of each slice; 0 for all."""
+    spread: float = 1.5
+    """For `text`: standard deviation of the logarithm of a channel's factor."""
     data: Path = Path("runs/quality/data")
     json: Path = Path("runs/bench/qat.json")
 
+    def __post_init__(self) -> None:
+        steps, rounds = (500, 4) if self.model == "text" else (300, 2)
+        self.steps, self.rounds = self.steps or steps, self.rounds or rounds
+        if not 0 < self.qat_steps < self.steps:
+            raise SystemExit(f"qat_steps is {self.qat_steps}; it must lie between 1 and steps - 1 = {self.steps - 1}")
+
 
 def config(options: Options) -> K3Config:
+    if options.model == "text":
+        sizes = {"num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 128}
+        cfg = replace(K3Config.small().at_depth(TEXT_DEPTH), routed_expert_hidden_size=64, **sizes)
+        return replace(cfg, num_shared_experts=0, first_k_dense_replace=0)
     cfg = K3Config.small().at_depth(options.depth)
     if options.model == "family":
         return cfg
@@ -165,6 +189,83 @@ def one_seed(options: Options, data: Prepared, seed: int, run: Path) -> Iterator
     yield from compared(seed, finished, lambda model, mode, rule: bits(options, data, model, mode, rule))
 
 
+def pairs(options: Options, data: Prepared, run: Path) -> Iterator[dict[str, Any]]:
+    """A row for each order of the text, as they are found."""
+    shared: dict[str, Any] = {"lr": 2e-2, "adam_lr_scale": 0.4}
+    begun = options.steps - options.qat_steps
+    steady = {"steps": begun, "batch_size": 2, "final_lr_fraction": 1.0, "warmup_fraction": min(1, TEXT_WARMUP / begun)}
+    base = trainer_of(options, data, 0, run / "base", **steady, **shared)
+    train(base, begun)
+    weights, state = spread(base.model.state_dict(), options.spread), base.state_dict()
+
+    def finished(order: int, mode: str) -> K3:
+        falling = {"steps": options.qat_steps, "batch_size": 1, "final_lr_fraction": 0.0, "warmup_fraction": 0.0}
+        trainer = trainer_of(options, data, order, run / f"{order}-{mode}", qat=mode, **falling, **shared)
+        trainer.model.load_state_dict(weights)
+        for name in ("optimizer", "balancer", "clip"):
+            getattr(trainer, name).load_state_dict(copy.deepcopy(state[name]))
+        train(trainer, options.qat_steps)
+        assert isinstance(trainer.model, K3)
+        return trainer.model
+
+    for order in range(1, options.rounds + 1):
+        scores = []
+        for mode in ("off", "w4a16"):
+            model = finished(order, mode)
+            scores += [1000 * bits(options, data, model, served, "ceil") for served in ("off", "w4a16")]
+        yield pair(str(order), *scores)
+
+
+def pair(order: str, exact: float, afterwards: float, masters: float, trained: float) -> dict[str, Any]:
+    """From thousandths of a bit per byte: the run without QAT as it is and rounded, that with QAT not rounded and as
+    it was trained."""
+    lost, rounding = afterwards - exact, trained - masters
+    return {
+        "order": order,
+        "without_QAT": exact / 1000,
+        "rounded_afterwards": lost,
+        "with_QAT": trained - exact,
+        "rounding_with_QAT": rounding,
+        "recovered_share": 1 - (trained - exact) / lost,
+        "within_share": 1 - rounding / lost,
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and standard error of every column over the pairs."""
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "order"}
+    means = {name: statistics.fmean(values) for name, values in columns.items()}
+    errors = {
+        name: statistics.stdev(values) / math.sqrt(len(values)) for name, values in columns.items() if len(rows) > 1
+    }
+    return [{"order": "mean", **means}, {"order": "standard error", **errors}]
+
+
+def spread(state: dict[str, torch.Tensor], sigma: float) -> dict[str, torch.Tensor]:
+    """The same function with channels of unlike size in the latent that experts read."""
+    generator, found = torch.Generator().manual_seed(0), dict(state)
+    for name in state:
+        if not name.endswith("experts.w1"):
+            continue
+        layer = name.removesuffix("experts.w1")
+        factors = torch.exp(sigma * torch.randn(state[name].shape[-1], generator=generator))
+        down = f"{layer}routed_expert_down_proj.weight"
+        found[down] = state[down] / factors[:, None]
+        found |= {f"{layer}experts.{w}": state[f"{layer}experts.{w}"] * factors for w in ("w1", "w3")}
+    return found
+
+
+def prepared(folder: Path) -> Prepared:
+    """The data, made first where there is none."""
+    if not (folder / "manifest.json").exists():
+        tokenizer = folder.parent / "tokenizer"
+        steps = [["tokenizer", "--out", str(tokenizer)]] if not tokenizer.exists() else []
+        for command in (*steps, ["data", "--tokenizer", str(tokenizer), "--out", str(folder)]):
+            if nanok3_command(command):
+                raise SystemExit(f"nanok3 {' '.join(command)} failed")
+    return Prepared(folder)
+
+
 def compared(
     seed: int, finished: Callable[[str, str], K3], score: Callable[[K3, str, str], float]
 ) -> Iterator[dict[str, Any]]:
@@ -210,14 +311,19 @@ def main(options: Options) -> None:
     print(harness.machine_line(options.threads))
     table = harness.Table()
     with TemporaryDirectory() as folder:
-        for seed in range(options.rounds):
-            if options.model == "memory":
-                rows = remembered(options, seed)
-            else:
-                rows = one_seed(options, Prepared(options.data), seed, Path(folder) / str(seed))
-            for found in rows:
+        if options.model == "text":
+            for found in pairs(options, prepared(options.data), Path(folder)):
                 table.add([found])
-    table.add(means(table.records))
+            table.add(summary(table.records))
+        else:
+            for seed in range(options.rounds):
+                if options.model == "memory":
+                    rows = remembered(options, seed)
+                else:
+                    rows = one_seed(options, Prepared(options.data), seed, Path(folder) / str(seed))
+                for found in rows:
+                    table.add([found])
+            table.add(means(table.records))
     harness.write_json(options.json, table.records, options)
 
 

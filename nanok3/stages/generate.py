@@ -159,6 +159,8 @@ def main(args: GenerateArgs) -> None:
     params, prompts = args.sampling(), read_prompts(args)
     if args.resume and args.out is None:
         raise ValueError("--resume goes on with an --out file; give --out too")
+    if args.routing_trace is not None and args.routing_trace.is_dir():
+        raise ValueError(f"routing_trace is {args.routing_trace}, which is a folder; name a file")
     images, named = read_images(args), drafter_of(args.draft, args.draft_tokens)
     answers = Answers(args.out, prompts, settings(args, params), args.seed is None, args.resume) if args.out else None
     if answers is not None:

@@ -62,5 +62,7 @@ def test_mistakes_are_told(folder):
     ):
         with pytest.raises(ValueError, match=message):
             GenerateArgs(model=folder, **flags).open()
+    with pytest.raises(ValueError, match="which is a folder; name a file"):  # before anything is said, not after
+        generate.main(GenerateArgs(model=folder, text="Once", routing_trace=folder))
     with pytest.raises(ValueError, match="allowed: no --experts stream"):
         ServeArgs(model=folder, experts="stream", cache_memory="1GiB").cache_bytes()
