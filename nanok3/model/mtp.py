@@ -185,6 +185,8 @@ def load_prediction(model: K3, folder: Path) -> PredictionLayer | None:
             if stored is None or stored.shape != part.shape:
                 wrong = "is missing" if stored is None else f"is {list(stored.shape)}, expected {list(part.shape)}"
                 raise ValueError(f"{folder / FILE}: {file_name} {wrong}")
+            if not bool(torch.isfinite(stored).all()):
+                raise ValueError(f"{folder / FILE}: {file_name} holds inf or NaN")
             part.copy_(stored)
     if found:
         raise ValueError(f"{folder / FILE}: {len(found)} tensors are unknown, the first is {min(found)}")

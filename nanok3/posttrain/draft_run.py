@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,7 @@ from nanok3.train.loop import Batches
 from nanok3.train.schedule import learning_rate
 
 TRAINING = "training.pt"
+PARTS = {"step", "settings", "draft", "optimizer", "loader"}
 
 
 class DraftRun:
@@ -71,7 +73,13 @@ class DraftRun:
     def _saved(self) -> dict[str, Any] | None:
         if not (self.out / TRAINING).is_file():
             return None
-        state: dict[str, Any] = torch.load(self.out / TRAINING, weights_only=True, map_location="cpu")
+        place = self.out / TRAINING
+        try:
+            state: dict[str, Any] = torch.load(place, weights_only=True, map_location="cpu")
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{place}: cannot be read ({' '.join(str(error).split())[:200]})") from None
+        if not isinstance(state, dict) or not state.keys() >= PARTS:
+            raise ValueError(f"{place}: this is no state of draft training")
         asked = {**asdict(self.settings), "eval_every": 0, "save_every": 0}
         for name, value in state["settings"].items():
             if asked[name] != value:

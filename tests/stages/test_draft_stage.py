@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -205,3 +206,26 @@ def test_what_cannot_be_is_named(run: Path, made: Path, tmp_path: Path) -> None:
     (torn / "draft.safetensors").write_bytes((made / "draft.safetensors").read_bytes()[:-9])
     with pytest.raises(ValueError, match="cannot be used"):
         load_draft(torn, nanok3.load(run / "model"))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK not a state", "half", "other"])
+def test_a_damaged_state_is_named(
+    run: Path, made: Path, tmp_path: Path, content: bytes | str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "torn"
+    shutil.copytree(made, out)
+    whole = (out / "training.pt").read_bytes()
+    (out / "training.pt").write_bytes(whole[: len(whole) // 2] if isinstance(content, str) else content)
+    if content == "other":
+        torch.save({"step": 1}, out / "training.pt")
+    assert command(["draft", str(run), "--out", str(out), *FLAGS, "--resume"]) == 2
+    assert "training.pt: " in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_make_no_draft(run: Path, tmp_path: Path) -> None:
+    model = nanok3.load(run / "model", dtype=torch.float32)
+    attach(model).eh_proj.weight.data.fill_(torch.nan)
+    nanok3.save(model, tmp_path, dtype=torch.float32)
+    save_prediction(model, tmp_path)
+    with pytest.raises(ValueError, match=r"eh_proj\.weight holds inf or NaN"):
+        load_prediction(model, tmp_path)
