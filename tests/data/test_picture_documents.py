@@ -229,7 +229,7 @@ def test_tell_gives_either_a_caption_or_questions() -> None:
         ({"share": 0.0}, "pictures: 0.0; expected a share"),
         ({"share": math.nan}, "pictures: nan"),
         ({"documents": 0}, "picture_documents: 0"),
-        ({"kinds": ("shapes", "cats")}, "picture_kinds: 'cats'; expected some of shapes"),
+        ({"kinds": ("shapes", "cats")}, "picture_kinds: 'cats'; expected some of colours"),
         ({"kinds": ("shapes", "shapes")}, "expected each kind once"),
     ],
 )
@@ -341,3 +341,20 @@ def test_npm_archives_are_checked_and_kept(tmp_path: Path, monkeypatch: pytest.M
         npm.fetch_npm(Package("@a/c", "1.0.0", "00"), tmp_path / "cache")
     with pytest.raises(ImportError, match="icons and flags"):
         kinds.check_needs("flags")
+
+
+def test_basics_say_the_third_that_the_shape_is_in() -> None:
+    for seed in range(40):
+        document = shapes.basics(Random(seed))
+        levels = np.asarray(document.parts[0].frames[0], np.int64)
+        inked = np.argwhere((levels != levels[0, 0]).any(2))
+        y, x = (inked.min(0) + inked.max(0)) / 2
+        said = {question.field: question.answer for question in document.questions}
+        height, width = levels.shape[:2]
+        for at, side, field, names in (
+            (x, width, "across", "left middle right"),
+            (y, height, "down", "top middle bottom"),
+        ):
+            third = 3 * at / side
+            near = {names.split()[min(max(int(third + off), 0), 2)] for off in (-0.25, 0, 0.25)}
+            assert said[field] in near

@@ -17,7 +17,7 @@ import yaml
 
 from nanok3.cli import main
 from nanok3.data.plan import Source
-from nanok3.data.prepared import prepare
+from nanok3.data.prepared import Prepared, prepare
 from nanok3.data.tokenizer import train_tokenizer
 from nanok3.model.weights import load
 from nanok3.stages.pretrain import PretrainArgs, model_config, only_one, parse
@@ -124,6 +124,13 @@ def test_length_is_asked_for(data: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_unknown_source_in_the_mixture(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(data, tmp_path / "run", "--train.steps", "2", "--mixture", "prose:1") == 2
     assert "'prose' is no source of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", ["5", "9-3", "-4", "0-1e3"])
+def test_rows_of_a_mixture_that_are_none(data: Path, tmp_path: Path, capsys, rows: str) -> None:
+    name = Prepared(data).sources()[0].name
+    assert run(data, tmp_path / "run", "--train.steps", "2", "--mixture", f"{name}:1@{rows}") == 2
+    assert f"mixture: '{name}:1@{rows}'; expected rows as in" in capsys.readouterr().err
 
 
 def test_a_finished_run_without_checkpoints_is_kept(data: Path, tmp_path: Path, capsys, unchecked) -> None:

@@ -1,6 +1,7 @@
 """Coloured shapes: how many of which, where one of them is, and which of two pictures has more.
 
-    colours    one shape and its colour, nothing else: what a new tower learns first
+    colours    one shape and its colour, nothing else: what a new tower learns first (docs/vision.md)
+    basics     one shape, its colour and the third of the picture that it is in
     shapes     one to five shapes of one colour and form
     places     one shape, its centre in pixels and as fractions of the sides (the report's two forms of coordinates)
     compare    two pictures in one document
@@ -75,12 +76,31 @@ def _any_scene(random: Random, count: int) -> Scene:
     return scene(random, count, random.choice(list(COLOURS)), random.choice(SHAPES))
 
 
+_COLOUR = ("What colour is it?", "Which colour do you see?", "Name the colour.")
+
+
+def _says_colour(colour: str) -> tuple[str, ...]:
+    return f"It is {colour}.", f"{colour.capitalize()}.", f"The colour is {colour}."
+
+
 def colours(random: Random) -> PictureDocument:
     """One shape whose colour alone is asked for."""
     shown = _any_scene(random, 1)
-    captions = (f"It is {shown.colour}.", f"{shown.colour.capitalize()}.", f"The colour is {shown.colour}.")
-    asks = [Ask("colour", ("What colour is it?", "Which colour do you see?", "Name the colour."), shown.colour)]
-    return tell(random, "colours", [shown.picture], [shown.key], captions, asks)
+    asks = [Ask("colour", _COLOUR, shown.colour)]
+    return tell(random, "colours", [shown.picture], [shown.key], _says_colour(shown.colour), asks)
+
+
+def basics(random: Random) -> PictureDocument:
+    """One shape; every answer is a word."""
+    shown = _any_scene(random, 1)
+    (x, y), (width, height) = shown.centres[0], shown.picture.size
+    across, down = ("left", "middle", "right")[3 * x // width], ("top", "middle", "bottom")[3 * y // height]
+    asks = [
+        Ask("colour", _COLOUR, shown.colour),
+        Ask("across", ("Is it left, middle or right?", "Left, middle or right?"), across),
+        Ask("down", ("Is it top, middle or bottom?", "Top, middle or bottom?"), down),
+    ]
+    return tell(random, "basics", [shown.picture], [shown.key], _says_colour(shown.colour), asks, [shown.colour])
 
 
 def shapes(random: Random) -> PictureDocument:
@@ -94,7 +114,7 @@ def shapes(random: Random) -> PictureDocument:
         f"We see {shown.name}.",
     )
     asks = [
-        Ask("colour", ("What colour is it?", "Which colour do you see?", "Name the colour."), shown.colour),
+        Ask("colour", _COLOUR, shown.colour),
         Ask("count", ("How many shapes are there?", "Count the shapes.", "How many?"), NUMBERS[shown.count]),
         Ask("shape", ("Which shape is it?", "What shape do you see?", "Name the shape."), shown.shape),
     ]
