@@ -94,7 +94,7 @@ def basics(random: Random) -> PictureDocument:
     """One shape; every answer is a word."""
     shown = _any_scene(random, 1)
     (x, y), (width, height) = shown.centres[0], shown.picture.size
-    across, down = ("left", "middle", "right")[3 * x // width], ("top", "middle", "bottom")[3 * y // height]
+    across, down = ("left", "middle", "right")[int(3 * x / width)], ("top", "middle", "bottom")[int(3 * y / height)]
     asks = [
         Ask("colour", _COLOUR, shown.colour),
         Ask("across", ("Is it left, middle or right?", "Left, middle or right?"), across),
