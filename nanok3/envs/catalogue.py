@@ -74,7 +74,7 @@ def kinds() -> dict[str, Kind]:
     ]
     found += [Kind(k, "agent", partial(office_tasks, k), lambda _: Office()) for k in OFFICE]
     small: dict[str, tuple[str, type[Environment]]] = {
-        "ladder": ("general", AnswerEnvironment),
+        "buttons": ("general", AnswerEnvironment),
         "ledger": ("agent", Ledger),
         "program": ("coding", Workbench),
     }

@@ -1,12 +1,19 @@
 """Three kinds of tasks, one a domain, so short that a model of a million parameters learns them in minutes.
 
-    ladder     a2b3c1d4e4f2g1h3                 general: the sum; a partial sum a step is thinking that helps
-    ledger     ada+3 to ben                     agent: get and set on a table of numbers, judged by the table
-    program    x3*4+ f1=5 f2=8                  coding: mend a program of a stack machine, so that f is what is wanted
+    buttons    3BDIKNQ                        general: where a machine in state 3 ends when these are pressed
+    ledger     ada BDIKNQ to ben              agent: read a state, press, write it elsewhere; judged by the table
+    program    x3*4+ f1=9                     coding: one digit of a program is wrong; writing another runs its tests
 
-A step of the ladder that adds one number is one fact of some hundred; one that adds four at once is one of thousands.
-So an answer that skips steps is short and often wrong, and no reward can teach a small model to skip them all. Numbers
-to add are at most 4, since it is the units of sums that small models learn last.
+The machine has six rows of three buttons, and one of each row is pressed. A button moves every state to another one
+(`TABLE`), and the order of buttons matters. A model meets these 90 facts in its demonstrations alone. A step that
+presses two buttons is one of 45 for each pair of rows, and all six at once are one of 3,645. So an answer that skips
+states is short and often wrong, and no reward can teach a small model to skip them all: it is composition that takes
+steps (compare the word problem of S5). A thought repeats the buttons: to find a button and to press it are two things,
+and a small model learns them one by one. Rows have letters of their own, so that a button is found by what it is:
+by its place it was still not found after 480 steps.
+
+A program with one wrong digit can be mended in two ways that give the wanted f(1), and only tests tell which is meant:
+one try is right half the time, two are enough.
 
 The stack machine reads left to right: a digit or x is pushed, an operator takes two. It is run in this process: a
 program is a string that a few lines below interpret, and no code of anybody's.
@@ -20,7 +27,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from itertools import permutations
 from random import Random
 from typing import Any
 
@@ -30,7 +38,9 @@ from nanok3.envs.questions import distinct
 from nanok3.envs.tools import ToolError, tool
 
 NAMES = ("ada", "ben", "eva", "ida", "leo", "max", "tom", "zoe")
-LETTERS = "abcdefgh"
+STATES = 5
+ROWS = ("ABC", "DEF", "GHI", "JKL", "MNO", "PQR")
+"""Capitals: no merge of the small vocabulary joins them."""
 
 
 def _name(kind: str, content: str) -> str:
@@ -40,27 +50,53 @@ def _name(kind: str, content: str) -> str:
 # ---------------------------------------------------------------------- general
 
 
-def ladder(random: Random) -> Task:
-    """The sum of eight digits. Judged by `questions.AnswerEnvironment`."""
-    terms = [random.randint(1, 4) for _ in LETTERS]
-    goal, total = "".join(f"{l}{term}" for l, term in zip(LETTERS, terms)), str(sum(terms))
-    told = {"text": total, "thinking": climb(terms, 1)}
-    hidden = {"answer": total, "terms": terms, "solution": [told]}
-    return Task(_name("ladder", goal), "general", goal, {}, hidden, budget=Budget(steps=1))
+def _table() -> dict[str, tuple[int, ...]]:
+    """For each button the states after it; none stays, and no two buttons of a row do the same."""
+    random, states = Random("buttons"), list(range(1, STATES + 1))
+    moves = [m for m in permutations(states) if all(one != other for one, other in zip(m, states))]
+    return {button: move for row in ROWS for button, move in zip(row, random.sample(moves, len(row)))}
 
 
-def climb(terms: Sequence[int], stride: int, slip: int = 0, at: int = 0) -> str:
-    """The partial sums, `stride` numbers a step, each behind the letter of the last number in it: `d10h20`. `slip` is
-    added from step `at` on, which is how a mistake goes on."""
-    ends = range(stride if stride > 1 else 2, len(terms) + 1, stride)
-    return "".join(f"{LETTERS[n - 1]}{sum(terms[:n]) + slip * (step >= at)}" for step, n in enumerate(ends))
+TABLE = _table()
+
+
+def press(state: int, buttons: str) -> int:
+    """The state after all buttons."""
+    for button in buttons:
+        state = TABLE[button][state - 1]
+    return state
+
+
+def trace(state: int, order: str, stride: int, slip: int = 0, at: int = 0) -> str:
+    """The states, one every `stride` buttons, each behind these: `BD4IK2`. At step `at` the state is off by `slip`, and
+    what follows goes on from there."""
+    said = ""
+    for begin in range(0, len(order), stride):
+        pressed = order[begin : begin + stride]
+        state = (press(state, pressed) - 1 + slip * (begin == at * stride)) % STATES + 1
+        said += f"{pressed}{state}"
+    return said
+
+
+def _order(random: Random) -> str:
+    return "".join(map(random.choice, ROWS))
+
+
+def buttons(random: Random) -> Task:
+    """Six presses. Judged by `questions.AnswerEnvironment`."""
+    start, order = random.randint(1, STATES), _order(random)
+    end = str(press(start, order))
+    told = {"text": end, "thinking": trace(start, order, 1)}
+    hidden = {"answer": end, "start": start, "buttons": order, "solution": [told]}
+    goal = f"{start}{order}"
+    return Task(_name("buttons", goal), "general", goal, {}, hidden, budget=Budget(steps=1))
 
 
 # ---------------------------------------------------------------------- agent
 
 
 class Ledger(InProcess):
-    """A table of numbers by name. Right is the table that was asked for, and no other."""
+    """A table of states by name. Right is the table that was asked for, and no other."""
 
     def perform(self, name: str, arguments: dict[str, Any]) -> str:
         key = arguments["k"]
@@ -83,24 +119,19 @@ LEDGER_TOOLS = (tool("get", "", k="string"), tool("set", "", k="string", v="inte
 
 
 def ledger(random: Random) -> Task:
-    """Write a number, or the number and so much more, under another name."""
+    """Write, under one name, the state that another one's gets to when buttons are pressed."""
     one, target = random.sample(NAMES, 2)
-    table = {name: random.randint(10, 49) for name in NAMES}
-    more = random.randint(0, 4)
-    goal = f"{one}+{more} to {target}" if more else f"{one} to {target}"
-    value = table[one] + more
-    working = f"{table[one]}+{more}={value}" if more else str(value)
+    table = {name: random.randint(1, STATES) for name in NAMES}
+    order = _order(random)
+    value = press(table[one], order)
+    table[target] = random.choice([state for state in range(1, STATES + 1) if state != value])
+    goal = f"{one} {order} to {target}"
     turns: list[dict[str, Any]] = [{"calls": [["get", {"k": one}]]}]
-    turns += [{"calls": [["set", {"k": target, "v": value}]], "thinking": working}, {"text": "ok"}]
-    hidden = {"table": table | {target: value}, "solution": turns, "target": target, "terms": [table[one], more]}
+    turns += [{"calls": [["set", {"k": target, "v": value}]], "thinking": trace(table[one], order, 1)}, {"text": "ok"}]
+    hidden = {"table": table | {target: value}, "solution": turns, "target": target}
+    hidden |= {"start": table[one], "buttons": order}
     name = _name("ledger", f"{goal} {table}")
     return Task(name, "agent", goal, {"table": table}, hidden, LEDGER_TOOLS, Budget(steps=4, calls=8))
-
-
-def columns(one: int, two: int) -> str:
-    """A number of two digits and one of one, units first: `9+4=13 2+1=3`."""
-    units = one % 10 + two
-    return f"{one % 10}+{two}={units} {one // 10}+{units // 10}={one // 10 + units // 10}"
 
 
 # ---------------------------------------------------------------------- coding
@@ -129,15 +160,15 @@ def evaluate(program: str, x: int) -> int:
 
 
 class Workbench(InProcess):
-    """One program; writing it shows its values at 1 and 2. Right is one that has the wanted values elsewhere too."""
+    """One program; writing it runs its two public tests. Right is one that has the wanted values elsewhere too."""
 
     def perform(self, name: str, arguments: dict[str, Any]) -> str:
-        values = [evaluate(arguments["p"], x) for x in (1, 2)]
+        values = [(x, evaluate(arguments["p"], x), wanted) for x, wanted in self.state["tests"]]
         self.state["program"] = arguments["p"]
-        return f"f1={values[0]} f2={values[1]}"
+        return " ".join(f"f{x} {'ok' if value == wanted else 'no'}" for x, value, wanted in values)
 
     def judge(self, hidden: bool) -> Verdict:
-        wanted = self._task().hidden["values" if hidden else "shown"]
+        wanted = self._task().hidden["values"] if hidden else self.state["tests"]
         right = [evaluate(self.state["program"], x) == value for x, value in wanted]
         if hidden:
             return Verdict(float(all(right) and self.answer is not None))
@@ -147,21 +178,29 @@ class Workbench(InProcess):
 WORKBENCH_TOOLS = (tool("write", "", p="string"),)
 
 
+def written(a: int, b: int) -> str:
+    """The program of a x + b."""
+    return f"x{a}*{b}+"
+
+
 def program(random: Random) -> Task:
-    """f(x) = a x + b, of which a digit is wrong; f(1) and f(2) are given."""
-    a, b = random.randint(2, 5), random.randint(0, 5)
-    wrong = random.choice([digit for digit in range(10) if digit not in (a, b)])
-    broken = random.choice([f"x{wrong}*{b}+", f"x{a}*{wrong}+"])
-    goal = f"{broken} f1={a + b} f2={2 * a + b}"
-    working = f"{2 * a + b}-{a + b}={a} {a + b}-{a}={b}"
-    write = [["write", {"p": f"x{a}*{b}+"}]]
-    values = {"shown": [[x, a * x + b] for x in (1, 2)], "values": [[x, a * x + b] for x in range(3, 9)]}
-    hidden = {**values, "a": a, "b": b, "solution": [{"calls": write, "thinking": working}, {"text": "ok"}]}
-    state = {"program": broken}
-    return Task(_name("program", goal), "coding", goal, state, hidden, WORKBENCH_TOOLS, Budget(steps=4, calls=8))
+    """f(x) = a x + b, of which a digit is wrong; f(1) is given. Changing the other digit instead gives f(1), too."""
+    a, b = random.randint(2, 9), random.randint(0, 8)  # of 9 and 9 there is no other pair
+    first = random.random() < 0.5
+    digits = [w for w in range(10) if w != (a if first else b) and 0 <= a + b - w <= 9]
+    wrong = random.choice(digits)
+    broken, other = ((wrong, b), (wrong, a + b - wrong)) if first else ((a, wrong), (a + b - wrong, wrong))
+    goal = f"{written(*broken)} f1={a + b}"
+    turns: list[dict[str, Any]] = [{"calls": [["write", {"p": written(*pair)}]]} for pair in (other, (a, b))]
+    values = {"values": [[x, a * x + b] for x in range(3, 9)]}
+    hidden = {**values, "right": [a, b], "other": list(other), "sum": a + b, "solution": [*turns, {"text": "ok"}]}
+    state = {"program": written(*broken), "tests": [[x, a * x + b] for x in (1, 2)]}
+    return Task(
+        _name("program", f"{goal} {a}"), "coding", goal, state, hidden, WORKBENCH_TOOLS, Budget(steps=4, calls=8)
+    )
 
 
-KINDS: dict[str, Callable[[Random], Task]] = {"ladder": ladder, "ledger": ledger, "program": program}
+KINDS: dict[str, Callable[[Random], Task]] = {"buttons": buttons, "ledger": ledger, "program": program}
 
 
 def small_tasks(kind: str, split: str = "train", seed: int = 0) -> Iterator[Task]:

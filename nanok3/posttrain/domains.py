@@ -1,13 +1,13 @@
 """The small world of post-training: three domains, their prompts, and demonstrations to start from. All of it is ours.
 
     domain     kind       what counts as effort      low                 high               max
-    general    ladder     thinking tokens            all in one step     2 numbers a step   1 number a step
-    agent      ledger     all output tokens          no thinking         the sum            the sum by columns
-    coding     program    all output tokens          no thinking         the working        and mistakes mended
+    general    buttons    thinking tokens            no thinking         every 2nd state    every state
+    agent      ledger     all output tokens          no thinking         every 2nd state    every state
+    coding     program    all output tokens          one try             a second one       both with thoughts
 
 A demonstration shows the effort that it is labelled with in most cases, and now and then another one's, so that the
 lengths vary and a budget can choose among them. A share of demonstrations ends in a mistake (`Mistakes`): what comes of
-them is right about six times in ten, and reinforcement learning has something to learn.
+them is right in part, and reinforcement learning has something to learn.
 
 The vocabulary is bytes, reserved ids, and merges learned from the markup alone. No merge holds a digit.
 """
@@ -25,7 +25,7 @@ from nanok3.data.chat import EFFORTS, Segment, Sentences, render
 from nanok3.data.tokenizer import Tokenizer, train_tokenizer
 from nanok3.envs.environment import Environment, Observation, Reply, Task
 from nanok3.envs.questions import AnswerEnvironment
-from nanok3.envs.small_world import Ledger, Workbench, climb, columns, small_tasks
+from nanok3.envs.small_world import STATES, Ledger, Workbench, small_tasks, trace, written
 from nanok3.envs.tools import Call, schemas
 
 SENTENCES = Sentences(
@@ -47,8 +47,8 @@ OWN_EFFORT = 0.7
 class Mistakes:
     """How demonstrations go wrong."""
 
-    share: float = 0.15
-    """Of demonstrations with one wrong number in them, and all that follows from it."""
+    share: float = 0.25
+    """Of demonstrations with one wrong state or digit in them, and all that follows from it."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -132,43 +132,52 @@ def _call(call: Call, name: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- who demonstrates, and how it goes wrong
 
 
-def _slip(random: Random) -> int:
-    return random.choice((-10, -2, -1, 1, 2, 10))
+STRIDES = {"low": 6, "high": 2, "max": 1}
+"""Buttons pressed in one step; all six is no step that is written down."""
 
 
-def _climb(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
-    terms, stride = task.hidden["terms"], {"low": 8, "high": 2, "max": 1}[effort]
-    steps = len(terms) // stride - (stride == 1)
-    thinking = climb(terms, stride, _slip(random) if wrong else 0, random.randrange(steps))
-    return [Reply(thinking.rsplit("h", 1)[-1], thinking=thinking)]
+def _pressed(task: Task, effort: str, wrong: bool, random: Random) -> tuple[str, int]:
+    """What is thought, and the state at the end."""
+    start, order, stride = task.hidden["start"], task.hidden["buttons"], STRIDES[effort]
+    slip = random.randrange(1, STATES) if wrong else 0
+    said = trace(start, order, stride, slip, random.randrange(len(order) // stride))
+    return said if stride < len(order) else "", int(said[-1])
+
+
+def _press(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
+    thinking, end = _pressed(task, effort, wrong, random)
+    return [Reply(str(end), thinking=thinking)]
 
 
 def _keep(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
     first, _, last = task.hidden["solution"]
-    one, more = task.hidden["terms"]
-    value = one + more + (_slip(random) if wrong else 0)
-    total = f"{one}+{more}={value}" if more else str(value)
-    thinking = {"low": "", "high": total, "max": f"{columns(one, more)} {value}" if more else total}[effort]
-    setting = Call("set", {"k": task.hidden["target"], "v": value})
+    thinking, end = _pressed(task, effort, wrong, random)
+    setting = Call("set", {"k": task.hidden["target"], "v": end})
     getting = tuple(Call(*call) for call in first["calls"])
     return [Reply(calls=getting), Reply(calls=(setting,), thinking=thinking), Reply(last["text"])]
 
 
 def _mend(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
-    a, b = task.hidden["a"], task.hidden["b"]
-    thinking = "" if effort == "low" else task.hidden["solution"][0]["thinking"]
-    right = Reply(calls=(Call("write", {"p": f"x{a}*{b}+"}),), thinking=thinking)
-    digit = random.choice([d for d in range(10) if d != b])
-    spoiled = Reply(calls=(Call("write", {"p": f"x{a}*{digit}+"}),), thinking=thinking and thinking[:-1] + str(digit))
-    if effort == "max" and wrong and random.random() < 0.7:  # what was wrong is seen and written anew
-        return [spoiled, right, Reply("ok")]
-    return [spoiled if wrong else right, Reply("ok")]
+    """Either digit is mended first; a second try mends the other. One that goes wrong is off, or has no second try."""
+    right, other = task.hidden["right"], task.hidden["other"]
+    tries = random.choice([[right], [other, right]])
+    spoilt = wrong and (effort == "low" or len(tries) == 1 or random.random() < 0.5)
+    if spoilt:
+        a, b = tries[-1]
+        tries[-1] = [a, random.choice([digit for digit in range(10) if digit not in (b, right[1])])]
+    if effort == "low" or (wrong and not spoilt):
+        tries = tries[:1]
+    replies = []
+    for a, b in tries:
+        thinking = f"{task.hidden['sum']}-{a}={b}" if effort == "max" else ""
+        replies.append(Reply(calls=(Call("write", {"p": written(a, b)}),), thinking=thinking))
+    return [*replies, Reply("ok")]
 
 
 def domains() -> dict[str, Domain]:
     """The three, by name."""
     found = (
-        Domain("general", "ladder", "thinking", AnswerEnvironment, _climb),
+        Domain("general", "buttons", "thinking", AnswerEnvironment, _press),
         Domain("agent", "ledger", "output", Ledger, _keep),
         Domain("coding", "program", "output", Workbench, _mend),
     )

@@ -5,7 +5,7 @@ Each part's own report lies in its folder and is linked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,18 @@ from nanok3.train.svg import escape
 STYLE = Path(report_pictures.__file__).with_name("report.css")
 
 
-def write_pipeline_report(out: Path, steps: dict[str, Any], counted: Mapping[str, str]) -> Path:
+def write_pipeline_report(out: Path, steps: dict[str, Any]) -> Path:
     """Write `out/report.html`."""
     path = out / "report.html"
-    write_file(path, page(out.name, steps, counted).encode())
+    write_file(path, page(out.name, steps).encode())
     return path
 
 
-def page(name: str, steps: dict[str, Any], counted: Mapping[str, str]) -> str:
+def page(name: str, steps: dict[str, Any]) -> str:
     """The whole document."""
     rows = table(steps)
     sections = {
-        "What was wanted, and what came of it": wanted(claims(rows, counted)),
+        "What was wanted, and what came of it": wanted(claims(rows)),
         "Nine teachers, or as many as were trained, and their student": teachers(rows),
         "Held-out tasks, before and after": transcripts(steps),
         "The parts": parts(steps),

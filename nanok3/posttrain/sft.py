@@ -266,7 +266,7 @@ def cold_start(
     preset: str = "small",
     settings: TrainSettings = WORLD,
     count: int = 3000,
-    mistakes: float = 0.15,
+    mistakes: float = 0.25,
     epochs: float = 3.0,
     say: Callable[[str], None] = print,
     resume: bool = False,

@@ -45,10 +45,8 @@ def main(args: PosttrainArgs) -> None:
         torch.set_num_threads(args.threads)
     plan = (QUICK if args.quick else SMALL).times(args.times)
     with only_one(args.out):
-        pipeline = Pipeline(plan, args.out)
-        steps = pipeline.run()
-    counted = {name: domain.counted for name, domain in pipeline.domains.items()}
-    for what, found, holds in claims(table(steps), counted):
+        steps = Pipeline(plan, args.out).run()
+    for what, found, holds in claims(table(steps)):
         print(f"{'yes' if holds else 'no ':3}  {what}: {found}")
-    report = write_pipeline_report(args.out, steps, counted)
+    report = write_pipeline_report(args.out, steps)
     print(f"report: {report}\ntalk to it: nanok3 chat {args.out / 'student'}")

@@ -44,7 +44,7 @@ class SftArgs:
     """Of the small world, to learn from its demonstrations: general, agent, coding."""
     demonstrations: int = 3000
     """Demonstrations of each domain."""
-    mistakes: float = 0.15
+    mistakes: float = 0.25
     """Share of demonstrations that go wrong, so that reinforcement learning has something to do."""
     preset: str = "small"
     """Size of a model that begins from nothing: small or quick."""

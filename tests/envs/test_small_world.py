@@ -7,10 +7,23 @@ import pytest
 from nanok3.envs.environment import Reply
 from nanok3.envs.episode import play, scripted, solution
 from nanok3.envs.questions import AnswerEnvironment
-from nanok3.envs.small_world import KINDS, NAMES, Ledger, Workbench, climb, columns, evaluate, small_tasks
+from nanok3.envs.small_world import (
+    KINDS,
+    NAMES,
+    ROWS,
+    STATES,
+    TABLE,
+    Ledger,
+    Workbench,
+    evaluate,
+    press,
+    small_tasks,
+    trace,
+    written,
+)
 from nanok3.envs.tools import Call, ToolError
 
-OPEN = {"ladder": AnswerEnvironment, "ledger": Ledger, "program": Workbench}
+OPEN = {"buttons": AnswerEnvironment, "ledger": Ledger, "program": Workbench}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,7 +54,9 @@ def test_the_table_has_to_be_the_one_asked_for_and_no_other():
     assert play(Ledger(), task, scripted([*turns, last])).reward == 1
     assert play(Ledger(), task, scripted([*turns, more, last])).reward == 0
     assert play(Ledger(), task, scripted([*turns, *turns])).reward == 0, "the episode was not ended by an answer"
-    everything = tuple(Call("set", {"k": name, "v": task.hidden["terms"][0]}) for name in NAMES)
+    everything = tuple(
+        Call("set", {"k": name, "v": press(task.hidden["start"], task.hidden["buttons"])}) for name in NAMES
+    )
     assert play(Ledger(), task, scripted([Reply(calls=everything), last])).reward == 0
 
 
@@ -66,19 +81,53 @@ def test_the_stack_machine():
 
 
 def test_a_program_that_fits_the_two_values_shown_by_chance_is_wrong():
-    task = next(task for task in small_tasks("program") if (task.hidden["a"], task.hidden["b"]) == (3, 4))
+    task = next(task for task in small_tasks("program") if task.hidden["right"] == [3, 4])
     calls = (Call("write", {"p": "xx*6+"}),)  # 7 and 10 at 1 and 2, as 3 x + 4 has
     played = play(Workbench(), task, scripted([Reply(calls=calls), Reply("ok")]))
     assert played.public == "2 of 2 values are right" and played.reward == 0
 
 
-def test_workings():
-    assert climb([2, 3, 1, 4], 1) == "b5c6d10"
-    assert climb([2, 3, 1, 4], 2) == "b5d10" and climb([2, 3, 1, 4, 4, 2, 1, 3], 4) == "d10h20"
-    assert climb([2, 3, 1, 4], 1, slip=-1, at=1) == "b5c5d9"
-    assert columns(29, 4) == "9+4=13 2+1=3"
+def test_buttons_move_every_state_and_their_order_matters():
+    assert set(TABLE) == set("".join(ROWS)) and len(TABLE) == 18
+    for moved in TABLE.values():
+        assert sorted(moved) == [*range(1, STATES + 1)] and all(to != state for state, to in enumerate(moved, 1))
+    assert all(len({TABLE[button] for button in row}) == len(row) for row in ROWS)
+    pairs = [(one, two) for one in ROWS[0] for two in ROWS[1]]
+    turned = [any(press(s, one + two) != press(s, two + one) for s in range(1, STATES + 1)) for one, two in pairs]
+    assert sum(turned) > len(pairs) // 2
+
+
+def test_a_trace_shows_every_state_or_some_and_a_slip_goes_on():
+    start, order = 3, "AEGJNR"
+    states = [press(start, order[:n]) for n in range(1, 7)]
+    assert trace(start, order, 1) == "".join(f"{button}{state}" for button, state in zip(order, states))
+    assert trace(start, order, 3) == f"AEG{states[2]}JNR{states[5]}"
+    one, two, *_, last = (int(digit) for digit in trace(start, order, 2, slip=1, at=1) if digit.isdigit())
+    assert one == states[1] and two == states[3] % 5 + 1 and last == press(two, "NR") != states[5]
+
+
+@pytest.mark.parametrize("kind", ["buttons", "ledger"])
+def test_the_same_answer_to_everything_is_right_one_time_in_five(kind):
+    tasks = list(islice(small_tasks(kind), 400))
+    ends = [press(task.hidden["start"], task.hidden["buttons"]) for task in tasks]
+    assert max(ends.count(state) for state in range(1, STATES + 1)) < 0.3 * len(ends)
+
+
+def test_a_digit_can_be_mended_in_two_ways_and_the_tests_tell_which():
+    firsts = []
+    for task in islice(small_tasks("program"), 200):
+        right, other = (written(*task.hidden[which]) for which in ("right", "other"))
+        broken = task.goal.split()[0]
+        for program in (right, other):
+            assert sum(one != two for one, two in zip(broken, program)) == 1 and len(program) == len(broken)
+        world = Workbench()
+        world.reset(task)
+        assert world.step(Reply(calls=(Call("write", {"p": other}),))).results[0].content == "f1 ok f2 no"
+        assert world.step(Reply(calls=(Call("write", {"p": right}),))).results[0].content == "f1 ok f2 ok"
+        firsts.append(broken[1] != right[1])
+    assert 60 < sum(firsts) < 140
 
 
 def test_a_kind_that_is_not_there():
-    with pytest.raises(ValueError, match="kind is 'x'; expected one of ladder, ledger, program"):
+    with pytest.raises(ValueError, match="kind is 'x'; expected one of buttons, ledger, program"):
         small_tasks("x")

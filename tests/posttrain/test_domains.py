@@ -40,7 +40,8 @@ def replies_of(row):
 @pytest.mark.parametrize("name", DOMAINS)
 def test_demonstrations_earn_the_reward_unless_they_are_to_go_wrong(name):
     domain, random = DOMAINS[name], Random(0)
-    for share, low, high in ((0.0, 1.0, 1.0), (1.0, 0.0, 0.4)):
+    tries = 0.7 if name == "coding" else 1.0  # of low effort there is one, which is right half the time
+    for share, low, high in ((0.0, tries, 1.0), (1.0, 0.0, 0.4)):
         rewards = []
         for task in islice(domain.tasks(), 60):
             row = domain.demonstration(task, random.choice(EFFORTS), random, share)
@@ -48,12 +49,17 @@ def test_demonstrations_earn_the_reward_unless_they_are_to_go_wrong(name):
         assert low <= sum(rewards) / 60 <= high, (share, rewards)
 
 
+def cost(reply):
+    """Characters of thought, and ten for a try."""
+    return len(reply.thinking) + 10 * sum(call.name == "write" for call in reply.calls)
+
+
 @pytest.mark.parametrize("name", DOMAINS)
 def test_more_effort_is_more_thinking_and_lengths_vary_under_each(name):
     domain, lengths = DOMAINS[name], {}
     for effort in EFFORTS:
         rows = [domain.demonstration(task, effort, Random(i), 0) for i, task in enumerate(islice(domain.tasks(), 90))]
-        lengths[effort] = [sum(len(reply.thinking) for reply in replies_of(row)) for row in rows]
+        lengths[effort] = [sum(map(cost, replies_of(row))) for row in rows]
         assert len(set(lengths[effort])) > 2
     low, high, most = (sum(lengths[effort]) for effort in EFFORTS)
     assert low < high <= most and low < 0.7 * most
@@ -100,7 +106,7 @@ def test_no_merge_holds_a_digit_and_the_markup_is_few_tokens():
     tokenizer = small_tokenizer()
     names = [tokenizer.token_bytes(i) for i in range(256, tokenizer.vocab_size - 256)]
     assert not any(bytes([digit]) in name for name in names for digit in b"0123456789")
-    assert len(tokenizer.encode("assistant")) == 1 and len(tokenizer.encode("b9c18d22")) == 8
+    assert len(tokenizer.encode("assistant")) == 1 and len(tokenizer.encode("3BDIKNQACEFGHJLMOPR")) == 19
     assert small_model("quick").vocab_size == small_model("small").vocab_size == tokenizer.vocab_size
     with pytest.raises(ValueError, match="preset is 'x'; allowed: quick, small"):
         small_model("x")

@@ -9,8 +9,6 @@ import pytest
 from nanok3.posttrain.pipeline import QUICK, SMALL, STEPS, Pipeline, Plan, claims, table
 from nanok3.posttrain.pipeline_report import page, write_pipeline_report
 
-COUNTED = {"general": "thinking"}
-
 
 def score(accuracy, thinking, output=30.0):
     return {"accuracy": accuracy, "thinking": thinking, "output": output, "truncated": 0.0, "count": 100}
@@ -34,24 +32,24 @@ def made(low=(0.5, 6.0), most=(0.9, 20.0), student=0.88):
 
 
 def test_claims_hold_or_do_not_as_the_numbers_say():
-    holds = {what: (found, held) for what, found, held in claims(table(made()), COUNTED)}
+    holds = {what: (found, held) for what, found, held in claims(table(made()))}
     assert all(held for _, held in holds.values()) and len(holds) == 4
     assert holds["general: reinforcement learning gives +0.15 at max"][0] == "+0.500"
-    assert holds["general: low takes less than 0.7 of max's tokens"][0] == "0.30"
+    assert holds["general: low thinks for less than 0.7 of max's tokens"][0] == "0.30"
     for steps, wrong in (
         (made(most=(0.54, 20.0)), "gives +0.15"),
-        (made(low=(0.5, 15.0)), "less than 0.7"),
+        (made(low=(0.5, 15.0)), "for less than 0.7"),
         (made(low=(0.95, 6.0)), "max is right more often"),
         (made(student=0.8), "within 0.03"),
     ):
-        assert [what for what, _, held in claims(table(steps), COUNTED) if not held and wrong in what]
+        assert [what for what, _, held in claims(table(steps)) if not held and wrong in what]
 
 
 def test_the_report_shows_them_escaped(tmp_path):
-    text = page("x", made(), COUNTED)
+    text = page("x", made())
     assert "&lt;think&gt; &amp; so" in text and "<think>" not in text
     assert "0.900 · 20.0 / 30.0" in text and "6.3" not in text and "5.5 minutes in all" in text
-    assert write_pipeline_report(tmp_path, made(student=0.5), COUNTED).read_text().count("<td>no</td>") == 1
+    assert write_pipeline_report(tmp_path, made(student=0.5)).read_text().count("<td>no</td>") == 1
 
 
 class Told(Pipeline):
@@ -99,7 +97,7 @@ def test_parts_are_done_once_and_in_order(tmp_path):
 
 def test_plans():
     assert QUICK.times(0.5) == replace(
-        QUICK, cold_steps=150, max_iterations=40, branch_iterations=20, student_iterations=25
+        QUICK, cold_steps=260, max_iterations=40, branch_iterations=20, student_iterations=25
     )
     assert QUICK.times(0.001).max_iterations == 1 and QUICK.times(0.5).draft_steps == 0 == QUICK.draft_steps
     with pytest.raises(ValueError, match="times is 0; it must be above 0"):
@@ -114,4 +112,4 @@ def test_a_short_road_to_its_end(tmp_path):
     plan = replace(QUICK.times(0.01), demonstrations=40, eval_count=4, draft_steps=1)
     steps = Pipeline(plan, tmp_path, str).run()
     assert list(steps) == ["cold", "general-max", "general-high", "general-low", "student", "draft"]
-    assert len(table(steps)) == 3 and "held-out" in page("x", steps, COUNTED).lower()
+    assert len(table(steps)) == 3 and "held-out" in page("x", steps).lower()
