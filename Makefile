@@ -4,11 +4,14 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 # One thread a worker: two workers whose threads spin against each other take ten times as long.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 
-.PHONY: demo test test-all check bench setup
+.PHONY: demo demo-full test test-all check bench setup
 setup: .venv/.dev
 
 demo: .venv/.run          ## data, tokenizer, training, evaluation, report, chat
 	.venv/bin/nanok3 demo $(ARGS)
+
+demo-full: demo           ## the same, then post-training in its quick form
+	.venv/bin/nanok3 posttrain --quick --out runs/posttrain-quick
 
 test: .venv/.dev          ## the test suite without its slow checks
 	$(PYTEST) -m "not slow" $(ARGS)

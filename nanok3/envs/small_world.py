@@ -128,7 +128,7 @@ def ledger(random: Random) -> Task:
     goal = f"{one} {order} to {target}"
     turns: list[dict[str, Any]] = [{"calls": [["get", {"k": one}]]}]
     turns += [{"calls": [["set", {"k": target, "v": value}]], "thinking": trace(table[one], order, 1)}, {"text": "ok"}]
-    hidden = {"table": table | {target: value}, "solution": turns, "target": target}
+    hidden: dict[str, Any] = {"table": table | {target: value}, "solution": turns, "target": target}
     hidden |= {"start": table[one], "buttons": order}
     name = _name("ledger", f"{goal} {table}")
     return Task(name, "agent", goal, {"table": table}, hidden, LEDGER_TOOLS, Budget(steps=4, calls=8))
