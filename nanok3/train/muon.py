@@ -26,8 +26,8 @@ heads. `parameter_rules` cuts every stored parameter into its logical matrices, 
 Weight decay 0.1 (report 3) acts on matrices, under AdamW too (b_proj, vision). Ours: the embedding and the head are
 not decayed by default (`embedding_weight_decay`); vectors, convolutions, AttnRes queries and positions never are.
 Learning-rate scales of the AdamW part are ours as well; K3's Adam betas are unknown, these are Moonlight's. The tower
-has the smallest: at the rate of a small model's embedding its features lose the picture before the text has learned to
-read them (docs/vision.md).
+has the smallest: before the text looks, its gradient is noise, and AdamW steps as far by noise as by a gradient that
+knows the way (docs/vision.md has what was measured, and when more is right).
 
 The baselines have a map of their own: every matrix whole, as Muon was published. `matrices="adamw"` gives all matrices
 of any model to AdamW instead, for comparison.
