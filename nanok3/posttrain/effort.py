@@ -29,7 +29,7 @@ OVER_BUDGET = -1.0
 """The reward above the budget."""
 
 TAUS: dict[str, dict[str, float]] = {
-    "general": {"low": 0.75, "high": 1.4, "max": 3.0},
+    "general": {"low": 0.75, "high": 1.4, "max": 6.0},
     "agent": {"low": 0.95, "high": 1.05, "max": 2.0},
     "coding": {"low": 0.95, "high": 1.1, "max": 2.0},
 }
