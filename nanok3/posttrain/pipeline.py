@@ -88,11 +88,11 @@ QUICK = Plan(
     model="quick",
     demonstrations=12000,
     cold_steps=520,
-    max_iterations=80,
+    max_iterations=50,
     branch_iterations=40,
     student_iterations=50,
     draft_steps=0,
-    eval_count=150,
+    eval_count=300,
 )
 """One domain and three efforts: meant for ten minutes."""
 

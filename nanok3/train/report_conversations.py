@@ -27,8 +27,8 @@ def taught(run: Run) -> str:
     skipped = number(facts.get("skipped")) or 0
     left_out = f" {skipped:.0f} were longer than a row and left out." if skipped else ""
     return (
-        f"<p>{_count(train, 'conversations')} conversations, and {_count(held_out, 'conversations')} held out. The loss "
-        f"is on tokens that the model samples, and on no others.{left_out}</p>\n"
+        f"<p>{_count(train, 'conversations')} conversations, and {_count(held_out, 'conversations')} held out. The "
+        f"loss is on tokens that the model samples, and on no others.{left_out}</p>\n"
         "<table><thead><tr><th>tokens</th><th>learned</th><th>held out</th><th>held-out loss, nats a token</th></tr>"
         f"</thead><tbody>{rows}</tbody></table>"
     )
