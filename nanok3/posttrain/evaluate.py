@@ -10,7 +10,8 @@ from itertools import islice
 from nanok3.data.chat import OURS, Sentences
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.envs.environment import Task
-from nanok3.posttrain.rollout import Rollouts, RolloutSettings
+from nanok3.posttrain.rl_settings import RolloutSettings
+from nanok3.posttrain.rollout import Rollouts
 from nanok3.posttrain.sample import Domain, Group, Problem, Sample
 from nanok3.posttrain.speaker import Speaker
 

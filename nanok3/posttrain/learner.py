@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from nanok3.data.packing import Batch
 from nanok3.model.decoder import K3
-from nanok3.posttrain.objective import Masked, ObjectiveSettings, objective
-from nanok3.posttrain.rl_settings import LearnerSettings
+from nanok3.posttrain.objective import Masked, objective
+from nanok3.posttrain.rl_settings import LearnerSettings, ObjectiveSettings
 from nanok3.posttrain.sample import Sample
 from nanok3.posttrain.score import Packed, logprobs, packed
 from nanok3.quant.qat import QAT

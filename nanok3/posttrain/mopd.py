@@ -16,10 +16,9 @@ the effort; our experts were trained with it in the prompt, so by default they s
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,10 @@ from nanok3.model.decoder import K3
 from nanok3.model.weights import load
 from nanok3.posttrain.evaluate import Scores, evaluate, first_tasks
 from nanok3.posttrain.learner import Learner
-from nanok3.posttrain.objective import ObjectiveSettings, dense_reward
+from nanok3.posttrain.objective import dense_reward
 from nanok3.posttrain.rl import save_model
-from nanok3.posttrain.rl_settings import LearnerSettings
-from nanok3.posttrain.rollout import Rollouts, RolloutSettings
+from nanok3.posttrain.rl_settings import MopdSettings
+from nanok3.posttrain.rollout import Rollouts
 from nanok3.posttrain.sample import Domain, Group, Problem, Sample
 from nanok3.posttrain.score import Packed, check_same, compare, logprobs, packed
 from nanok3.posttrain.speaker import EngineSpeaker, forbidden_ids, open_engine
@@ -46,48 +45,6 @@ from nanok3.train.track import Tracker
 
 Pair = tuple[str, str]
 """Domain and effort."""
-
-
-@dataclass(frozen=True)
-class MopdSettings:
-    """The flags of `nanok3 distill`; all values are ours."""
-
-    iterations: int | None = None
-    """Rollouts with their training steps; give this or minutes."""
-    minutes: float | None = None
-    """Length of the run instead."""
-    problems: int = 256
-    """Tasks of each domain's training split that are used, again and again."""
-    r_max: float = 2.0
-    """R: bound of a token's reward, in nats."""
-    teacher_reads_effort: bool = True
-    """Whether a teacher sees the effort in the prompt, as it did in its own training."""
-    rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(prompts=72, samples=1))
-    """How prompts are played; the pairs of domain and effort take turns."""
-    objective: ObjectiveSettings = field(default_factory=lambda: ObjectiveSettings(tau=0.0))
-    """What is learned from them."""
-    learner: LearnerSettings = field(default_factory=lambda: LearnerSettings(final_lr_fraction=0.1))
-    """The optimizer."""
-    eval_count: int = 200
-    """Held-out answers for each row of the table; 0 for no table."""
-    save_every: int = 10
-    """Iterations between checkpoints; 0 for none."""
-    keep: int = 2
-    """Checkpoints kept."""
-
-    def __post_init__(self) -> None:
-        if (self.iterations is None) == (self.minutes is None):
-            raise ValueError(f"give iterations or minutes; got iterations={self.iterations}, minutes={self.minutes}")
-        for name in ("minutes", "r_max"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be above 0 and finite")
-        for name, low in {"iterations": 1, "problems": 1, "eval_count": 0, "save_every": 0, "keep": 1}.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value < 2**31:
-                raise ValueError(f"{name} is {value}; it must be at least {low}")
-        if self.objective.form != "token":
-            raise ValueError(f"form is {self.objective.form!r}; a reward per token needs 'token'")
 
 
 @dataclass(frozen=True)

@@ -22,42 +22,13 @@ is the log-ratio, `log_ratio_low` and `log_ratio_high`. Whether the square is ma
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class ObjectiveSettings:
-    """The switches; all values are ours."""
-
-    form: str = "token"
-    """token (K2.5, K3) or sequence (K1.5, K2)."""
-    log_ratio_low: float = math.log(0.7)
-    """Tokens below get no policy gradient."""
-    log_ratio_high: float = math.log(1.4)
-    """Tokens above get no policy gradient."""
-    tau: float = 0.02
-    """Weight of the squared log-ratio; of the sequence form, the temperature of the regulariser."""
-    mask_square: bool = False
-    """Whether the window masks the squared log-ratio, too."""
-    ptx_weight: float = 0.0
-    """Weight of the plain loss on hand-picked conversations (K2); 0 for none."""
-
-    def __post_init__(self) -> None:
-        if self.form not in ("token", "sequence"):
-            raise ValueError(f"form is {self.form!r}; allowed: 'token', 'sequence'")
-        if not self.log_ratio_low < 0 < self.log_ratio_high:
-            window = f"{self.log_ratio_low:g} to {self.log_ratio_high:g}"
-            raise ValueError(f"log_ratio_low to log_ratio_high is {window}; 0, the unchanged policy, must lie inside")
-        for name in ("tau", "ptx_weight"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
-        if self.form == "sequence" and self.tau == 0:
-            raise ValueError("tau is 0; the sequence form has no gradient without it, it must be above 0")
+from nanok3.posttrain.rl_settings import ObjectiveSettings
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,9 @@ from nanok3.posttrain.draft_run import DraftRun
 from nanok3.posttrain.draft_settings import DraftSettings
 from nanok3.posttrain.effort import TAUS, Budgets
 from nanok3.posttrain.evaluate import first_tasks, play, scores
-from nanok3.posttrain.mopd import MopdSettings, distill
+from nanok3.posttrain.mopd import distill
 from nanok3.posttrain.rl import RL, train
-from nanok3.posttrain.rl_settings import RLSettings
-from nanok3.posttrain.rollout import RolloutSettings
+from nanok3.posttrain.rl_settings import MopdSettings, RLSettings, RolloutSettings
 from nanok3.posttrain.sample import Problem
 from nanok3.posttrain.sft import cold_start, world_lessons
 from nanok3.posttrain.sft_settings import WORLD

@@ -1,4 +1,5 @@
-"""How an expert is trained: the flags of `nanok3 rl`. K3 published none of the values; all are ours."""
+"""How experts and their student are trained: the flags of `nanok3 rl` and `nanok3 distill`. K3 published none of the
+values; all are ours."""
 
 from __future__ import annotations
 
@@ -6,9 +7,80 @@ import math
 from dataclasses import dataclass, field, replace
 
 from nanok3.posttrain.effort import EffortSettings
-from nanok3.posttrain.objective import ObjectiveSettings
-from nanok3.posttrain.rollout import RolloutSettings
-from nanok3.quant.qat import check
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """The switches; all values are ours."""
+
+    form: str = "token"
+    """token (K2.5, K3) or sequence (K1.5, K2)."""
+    log_ratio_low: float = math.log(0.7)
+    """Tokens below get no policy gradient."""
+    log_ratio_high: float = math.log(1.4)
+    """Tokens above get no policy gradient."""
+    tau: float = 0.02
+    """Weight of the squared log-ratio; of the sequence form, the temperature of the regulariser."""
+    mask_square: bool = False
+    """Whether the window masks the squared log-ratio, too."""
+    ptx_weight: float = 0.0
+    """Weight of the plain loss on hand-picked conversations (K2); 0 for none."""
+
+    def __post_init__(self) -> None:
+        if self.form not in ("token", "sequence"):
+            raise ValueError(f"form is {self.form!r}; allowed: 'token', 'sequence'")
+        if not self.log_ratio_low < 0 < self.log_ratio_high:
+            window = f"{self.log_ratio_low:g} to {self.log_ratio_high:g}"
+            raise ValueError(f"log_ratio_low to log_ratio_high is {window}; 0, the unchanged policy, must lie inside")
+        for name in ("tau", "ptx_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
+        if self.form == "sequence" and self.tau == 0:
+            raise ValueError("tau is 0; the sequence form has no gradient without it, it must be above 0")
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How prompts are played; all values are ours."""
+
+    prompts: int = 16
+    """N: prompts at work at a time."""
+    samples: int = 8
+    """K: samples of each."""
+    pause: float = 0.9
+    """lambda: share of N K samples after which what still runs is paused; 1 waits for all."""
+    max_tokens: int = 64
+    """Tokens of one turn."""
+    temperature: float = 1.0
+    """Of the sampler, and of the log-probabilities in training."""
+    top_p: float = 1.0
+    """Has to be 1: a sampler that leaves tokens out is another policy than the trainer's."""
+    top_k: int | None = None
+    """Has to be left out, for the same reason."""
+    max_versions: int | None = 4
+    """Updates after which a token is withheld from training; None for never."""
+    in_flight: int = 64
+    """Answers the engine works at, at most."""
+    env_workers: int = 0
+    """Threads for environments that are slow; 0 plays them between two steps of the engine."""
+    seed: int = 0
+    """Of the samples' random numbers."""
+
+    def __post_init__(self) -> None:
+        least = {"prompts": 1, "samples": 1, "max_tokens": 1, "in_flight": 1, "env_workers": 0, "seed": 0}
+        for name, low in least.items():
+            if not low <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+        if not 0 < self.pause <= 1:
+            raise ValueError(f"pause is {self.pause}; it is a share above 0, at most 1")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"temperature is {self.temperature}; it must be above 0: a policy that explores is sampled"
+            )
+        if self.top_p != 1 or self.top_k is not None:
+            raise ValueError(f"top_p is {self.top_p}, top_k is {self.top_k}; allowed: 1 and none, nothing is left out")
+        if self.max_versions is not None and self.max_versions < 0:
+            raise ValueError(f"max_versions is {self.max_versions}; it must be at least 0, or left out")
 
 
 @dataclass(frozen=True)
@@ -53,7 +125,8 @@ class LearnerSettings:
         for name, low in least.items():
             if not low <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
-        check(self.qat, "ceil")
+        if self.qat not in ("off", "w4a16", "w4a8"):
+            raise ValueError(f"qat is {self.qat!r}; allowed: 'off', 'w4a16', 'w4a8'")
 
 
 @dataclass(frozen=True)
@@ -105,3 +178,45 @@ class RLSettings:
     def with_effort(self, **changes: object) -> RLSettings:
         """The same run with another budget."""
         return replace(self, effort=replace(self.effort, **changes))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class MopdSettings:
+    """The flags of `nanok3 distill`; all values are ours."""
+
+    iterations: int | None = None
+    """Rollouts with their training steps; give this or minutes."""
+    minutes: float | None = None
+    """Length of the run instead."""
+    problems: int = 256
+    """Tasks of each domain's training split that are used, again and again."""
+    r_max: float = 2.0
+    """R: bound of a token's reward, in nats."""
+    teacher_reads_effort: bool = True
+    """Whether a teacher sees the effort in the prompt, as it did in its own training."""
+    rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(prompts=72, samples=1))
+    """How prompts are played; the pairs of domain and effort take turns."""
+    objective: ObjectiveSettings = field(default_factory=lambda: ObjectiveSettings(tau=0.0))
+    """What is learned from them."""
+    learner: LearnerSettings = field(default_factory=lambda: LearnerSettings(final_lr_fraction=0.1))
+    """The optimizer."""
+    eval_count: int = 200
+    """Held-out answers for each row of the table; 0 for no table."""
+    save_every: int = 10
+    """Iterations between checkpoints; 0 for none."""
+    keep: int = 2
+    """Checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        if (self.iterations is None) == (self.minutes is None):
+            raise ValueError(f"give iterations or minutes; got iterations={self.iterations}, minutes={self.minutes}")
+        for name in ("minutes", "r_max"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be above 0 and finite")
+        for name, low in {"iterations": 1, "problems": 1, "eval_count": 0, "save_every": 0, "keep": 1}.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < 2**31:
+                raise ValueError(f"{name} is {value}; it must be at least {low}")
+        if self.objective.form != "token":
+            raise ValueError(f"form is {self.objective.form!r}; a reward per token needs 'token'")

@@ -27,62 +27,18 @@ import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any
 
 from nanok3.data.chat import OURS, Sentences, encode
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.envs.environment import Reply
 from nanok3.envs.episode import Episode
+from nanok3.posttrain.rl_settings import RolloutSettings
 from nanok3.posttrain.sample import Group, Problem, Sample
 from nanok3.posttrain.speaker import Speaker
 from nanok3.posttrain.throttle import Throttle
 from nanok3.posttrain.turn import Turn, following
 from nanok3.serve.sampler import SamplingParams
-
-
-@dataclass(frozen=True)
-class RolloutSettings:
-    """How prompts are played; all values are ours."""
-
-    prompts: int = 16
-    """N: prompts at work at a time."""
-    samples: int = 8
-    """K: samples of each."""
-    pause: float = 0.9
-    """lambda: share of N K samples after which what still runs is paused; 1 waits for all."""
-    max_tokens: int = 64
-    """Tokens of one turn."""
-    temperature: float = 1.0
-    """Of the sampler, and of the log-probabilities in training."""
-    top_p: float = 1.0
-    """Has to be 1: a sampler that leaves tokens out is another policy than the trainer's."""
-    top_k: int | None = None
-    """Has to be left out, for the same reason."""
-    max_versions: int | None = 4
-    """Updates after which a token is withheld from training; None for never."""
-    in_flight: int = 64
-    """Answers the engine works at, at most."""
-    env_workers: int = 0
-    """Threads for environments that are slow; 0 plays them between two steps of the engine."""
-    seed: int = 0
-    """Of the samples' random numbers."""
-
-    def __post_init__(self) -> None:
-        least = {"prompts": 1, "samples": 1, "max_tokens": 1, "in_flight": 1, "env_workers": 0, "seed": 0}
-        for name, low in least.items():
-            if not low <= getattr(self, name) < 2**31:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
-        if not 0 < self.pause <= 1:
-            raise ValueError(f"pause is {self.pause}; it is a share above 0, at most 1")
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(
-                f"temperature is {self.temperature}; it must be above 0: a policy that explores is sampled"
-            )
-        if self.top_p != 1 or self.top_k is not None:
-            raise ValueError(f"top_p is {self.top_p}, top_k is {self.top_k}; allowed: 1 and none, nothing is left out")
-        if self.max_versions is not None and self.max_versions < 0:
-            raise ValueError(f"max_versions is {self.max_versions}; it must be at least 0, or left out")
 
 
 class Rollouts:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanok3.posttrain.mopd import MopdSettings
+from nanok3.posttrain.rl_settings import MopdSettings
 from nanok3.stages.generate import ModelFlags
 
 

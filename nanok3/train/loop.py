@@ -196,7 +196,8 @@ class Trainer:
         with self.balancer.observe(batch.filled), self.clip.observe(), self.mtp.watch():
             hidden = self.sight.hidden(batch)
             ahead = self.mtp.hidden(batch)
-        loss_sum, plain = weighted_cross_entropy(hidden, self.model.lm_head.weight, targets, batch.weights)
+        weights = None if batch.weights is None else batch.weights.view(1, -1)
+        loss_sum, plain = weighted_cross_entropy(hidden, self.model.lm_head.weight, targets, weights)
         loss, second = step_loss(loss_sum, weight_of_step), self.mtp.loss(ahead, batch)
         (loss if second is None else loss + second).backward()
         return float(plain)

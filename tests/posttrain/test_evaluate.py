@@ -5,7 +5,7 @@ from playing import TOKENIZER, OneAnswer, Scripted, said
 
 from nanok3.posttrain.domains import SENTENCES
 from nanok3.posttrain.evaluate import Scores, evaluate, first_tasks, scores
-from nanok3.posttrain.rollout import RolloutSettings
+from nanok3.posttrain.rl_settings import RolloutSettings
 from nanok3.posttrain.sample import Sample
 
 SETTINGS = RolloutSettings(max_tokens=60)

@@ -5,8 +5,7 @@ import torch
 from playing import cold_start
 
 from nanok3.posttrain.learner import Learner, _parts
-from nanok3.posttrain.objective import ObjectiveSettings
-from nanok3.posttrain.rl_settings import LearnerSettings
+from nanok3.posttrain.rl_settings import LearnerSettings, ObjectiveSettings
 from nanok3.posttrain.sample import Sample
 from nanok3.posttrain.score import Packed, compare, logprobs
 

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from nanok3.posttrain.objective import ObjectiveSettings, Tokens, dense_reward, group_advantages, objective
+from nanok3.posttrain.objective import Tokens, dense_reward, group_advantages, objective
+from nanok3.posttrain.rl_settings import ObjectiveSettings
 
 ANSWERS = (3, 1, 5)
 

@@ -97,7 +97,7 @@ def test_parts_are_done_once_and_in_order(tmp_path):
 
 def test_plans():
     assert QUICK.times(0.5) == replace(
-        QUICK, cold_steps=260, max_iterations=40, branch_iterations=20, student_iterations=25
+        QUICK, cold_steps=260, max_iterations=25, branch_iterations=20, student_iterations=25
     )
     assert QUICK.times(0.001).max_iterations == 1 and QUICK.times(0.5).draft_steps == 0 == QUICK.draft_steps
     with pytest.raises(ValueError, match="times is 0; it must be above 0"):

@@ -16,11 +16,9 @@ from nanok3.data.packing import Batch
 from nanok3.posttrain import rl as rl_module
 from nanok3.posttrain.domains import SENTENCES
 from nanok3.posttrain.effort import Budgets, EffortSettings
-from nanok3.posttrain.objective import ObjectiveSettings
 from nanok3.posttrain.replay import routers
 from nanok3.posttrain.rl import RL, measure_budgets, train
-from nanok3.posttrain.rl_settings import LearnerSettings, RLSettings
-from nanok3.posttrain.rollout import RolloutSettings
+from nanok3.posttrain.rl_settings import LearnerSettings, ObjectiveSettings, RLSettings, RolloutSettings
 from nanok3.posttrain.score import Difference
 from nanok3.posttrain.speaker import EngineSpeaker
 from nanok3.serve.run_folder import open_model

@@ -17,7 +17,8 @@ from nanok3.envs.questions import AnswerEnvironment
 from nanok3.envs.tools import schemas
 from nanok3.posttrain.domains import SENTENCES
 from nanok3.posttrain.objective import Tokens
-from nanok3.posttrain.rollout import Rollouts, RolloutSettings
+from nanok3.posttrain.rl_settings import RolloutSettings
+from nanok3.posttrain.rollout import Rollouts
 from nanok3.posttrain.sample import Sample
 from nanok3.posttrain.score import Packed
 from nanok3.posttrain.throttle import Throttle

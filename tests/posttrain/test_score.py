@@ -12,7 +12,8 @@ from nanok3.config import K3Config
 from nanok3.model.decoder import K3
 from nanok3.posttrain.domains import SENTENCES
 from nanok3.posttrain.replay import RecordingRunner, replayed, routers
-from nanok3.posttrain.rollout import Rollouts, RolloutSettings
+from nanok3.posttrain.rl_settings import RolloutSettings
+from nanok3.posttrain.rollout import Rollouts
 from nanok3.posttrain.sample import Sample
 from nanok3.posttrain.score import Difference, Packed, check_same, compare, logprobs, packed
 from nanok3.posttrain.speaker import EngineSpeaker, forbidden_ids, open_engine

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import nanok3
 from nanok3.data.tokenizer import Tokenizer, train_tokenizer
+from nanok3.model.mtp import attach, save_prediction
 from nanok3.model.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from nanok3.stages.export import ExportArgs, main
 
