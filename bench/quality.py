@@ -2,14 +2,14 @@
 
     nanok3 tokenizer --out runs/quality/tokenizer
     nanok3 data --tokenizer runs/quality/tokenizer --out runs/quality/data
+    python bench/quality.py --rates           seconds a step of every configuration; wants three quiet minutes
     python bench/quality.py --tune            size and rates of each contender, found with the same effort
-    python bench/quality.py --rates           steps a second of what was chosen; wants a quiet minute and a half
     python bench/quality.py                   the runs: every contender, seeds 0, 1, 2, 10 minutes each
-    python bench/quality.py --ablate --rates  the same for K3 with one mechanism exchanged at a time
+    python bench/quality.py --ablate --rates  seconds a step of K3 with one mechanism exchanged at a time
     python bench/quality.py --ablate          those runs, seed 0
     python bench/quality.py --table           what has been measured so far
 
-The runs begin with the tuning where there was none: two hours and a half in all on a quiet machine.
+The runs begin with the tuning where there was none: two hours and twenty minutes in all on a quiet machine.
 
 Contenders: K3; GPT-2 with AdamW; a modern dense GPT with Muon (nanok3/baselines). All read the same prepared text with
 the same tokenizer, and none sees a text twice. A step of one contender always costs the same work, while the seconds it
@@ -17,7 +17,8 @@ takes vary up to twofold with what the machine's other cores do. So seconds a st
 side by side on a quiet machine, and a run's budget is the number of steps that its minutes hold; warm-up and decay end
 with it. Building the model and measuring it are not counted. Bits per byte are those of the whole held-out set.
 
-Tuning, by CPU time, is successive halving: six configurations for one minute, the best two for three, the better wins.
+Tuning: six configurations of each contender for one minute, the best two for the whole ten, the better wins;
+its ten minutes are its run with seed 0.
 Every run is a process of its own and leaves one JSON file; what is there is not run again. Contenders take turns, so
 that a busy hour of the machine hits all of them.
 """
@@ -52,10 +53,10 @@ from nanok3.train.loop import Trainer
 from nanok3.train.machine import keep_freed_memory
 from nanok3.train.settings import TrainSettings
 
-TUNING = ((6, 1.0), (2, 3.0))
-"""Rounds of successive halving: how many configurations, and the CPU-minutes of each."""
-TUNING_BYTES = 60_000
-"""Held-out bytes of each slice that the tuning looks at."""
+FIRST_MINUTES = 1.0
+"""What every configuration gets."""
+FINALISTS = 2
+"""How many of a contender's then get the whole time."""
 RATE_ROUNDS = 8
 SHARED = {"save_every": 0, "eval_every": 0, "sample_every": 0, "log_seconds": 60.0, "final_lr_fraction": 0.03}
 
@@ -172,10 +173,8 @@ class Job:
     seed: int
     data: Path
     bf16: bool
-    tuning: bool
     result: Path
-    steps: int | None = None
-    """The budget; without it the CPU time is."""
+    steps: int
 
 
 def run(job: Job) -> None:
@@ -204,14 +203,14 @@ def run(job: Job) -> None:
         "wall_seconds": time.monotonic() - began,
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "machine": harness.machine(1),
-        "bits_per_byte": held_out(model, data, settings.seq_len, TUNING_BYTES if job.tuning else None),
+        "bits_per_byte": held_out(model, data, settings.seq_len),
     }
     write_file(job.result, (json.dumps(found, indent=1) + "\n").encode())
 
 
 def trainer_of(job: Job, data: Prepared, precision: str) -> Trainer:
-    budget = {"minutes": job.minutes} if job.steps is None else {"steps": job.steps}
-    settings = TrainSettings(**(SHARED | budget | {"seed": job.seed, "precision": precision} | job.candidate.train))
+    chosen: dict[str, Any] = {"steps": job.steps, "seed": job.seed, "precision": precision}
+    settings = TrainSettings(**(SHARED | chosen | job.candidate.train))
     model = build(job.candidate, data.manifest["vocab_size"], settings.seq_len)
     loader = MixtureLoader(data.sources(), data.weights(), settings.batch_size, settings.seq_len, job.seed)
     tokenizer = data.tokenizer()
@@ -220,17 +219,13 @@ def trainer_of(job: Job, data: Prepared, precision: str) -> Trainer:
     return Trainer(model, loader, settings, job.result.with_suffix(""), sizes, clock=time.process_time)
 
 
-def held_out(model: K3 | Baseline, data: Prepared, context: int, limit: int | None) -> dict[str, float]:
+def held_out(model: K3 | Baseline, data: Prepared, context: int) -> dict[str, float]:
     """Bits per byte of each slice, and of all of them. A prediction looks back over at most a row of training."""
     nats = size = 0.0
     found = {}
     for source in data.sources("validation"):
-        text, tokenizer = data.validation_text(source.name), data.tokenizer()
         documents = [source.tokens(i)[:-1].tolist() for i in range(len(source))]
-        byte_count = len(text)
-        if limit is not None and byte_count > limit:
-            part = text[:limit].decode("utf-8", "ignore")
-            documents, byte_count = [tokenizer.encode(part)], len(part.encode())
+        byte_count = len(data.validation_text(source.name))
         score = bits_per_byte(model, documents, byte_count, data.manifest["vocab_size"], context)
         found[source.name] = score.bits_per_byte
         nats, size = nats + score.nats, size + score.bytes
@@ -256,45 +251,50 @@ def done(job: Job) -> dict[str, Any]:
 
 
 def tune(options: Options) -> None:
-    """Successive halving; the winner's number goes to chosen.json."""
-    left = {name: list(enumerate(CANDIDATES[name])) for name in options.contenders}
-    for keep, minutes in TUNING:
-        left = {name: candidates[:keep] for name, candidates in left.items()}
-        scores: dict[str, dict[int, float]] = {name: {} for name in left}
-        for turn in range(keep):
-            for name, candidates in left.items():
-                number, candidate = candidates[turn]
-                result = options.out / "tune" / f"{name}-{number}-{minutes:g}.json"
-                job = Job(candidate, minutes, 0, options.data, options.bf16, True, result)
-                scores[name][number] = done(job)["bits_per_byte"]["all"]
-        left = {name: sorted(cs, key=lambda c: scores[name][c[0]]) for name, cs in left.items()}
+    """A short run of each configuration, whole runs of the best; the winner's number goes to chosen.json."""
+    scores: dict[str, dict[int, float]] = {name: {} for name in options.contenders}
+    for number in range(max(len(CANDIDATES[name]) for name in scores)):
+        for name in scores:
+            if number < len(CANDIDATES[name]):
+                scores[name][number] = tuning_run(options, name, number, FIRST_MINUTES)
+    finalists = {name: sorted(tried, key=lambda n: tried[n])[:FINALISTS] for name, tried in scores.items()}
+    found = {name: {n: tuning_run(options, name, n, options.minutes) for n in ns} for name, ns in finalists.items()}
     path = options.out / "chosen.json"
     winners = json.loads(path.read_text()) if path.exists() else {}
-    winners |= {name: asdict(candidates[0][1]) for name, candidates in left.items()}
+    winners |= {name: min(tried, key=lambda n: tried[n]) for name, tried in found.items()}
     write_file(path, (json.dumps(winners, indent=1) + "\n").encode())
 
 
-def chosen(options: Options, name: str) -> Candidate:
-    """What the tuning has found, which is done first where it was not."""
+def tuning_run(options: Options, name: str, number: int, minutes: float) -> float:
+    """Held-out bits per byte of one configuration with seed 0."""
+    return float(done(job_of(options, name, number, minutes, 0))["bits_per_byte"]["all"])
+
+
+def job_of(options: Options, name: str, number: int, minutes: float, seed: int) -> Job:
+    """The run of a contender's configuration for the steps that `minutes` hold."""
+    result = options.out / f"runs-{minutes:g}" / f"{name}-{number}-seed{seed}.json"
+    steps = steps_of(options, f"{name}-{number}", minutes)
+    return Job(CANDIDATES[name][number], minutes, seed, options.data, options.bf16, result, steps)
+
+
+def chosen(options: Options, name: str) -> int:
+    """Which configuration the tuning has found best; it is done first where it was not."""
     path = options.out / "chosen.json"
     if not path.exists() or name not in json.loads(path.read_text()):
         tune(replace(options, contenders=[name]))
-    return Candidate(**json.loads(path.read_text())[name])
-
-
-def every_chosen(options: Options) -> dict[str, Candidate]:
-    return {name: chosen(options, name) for name in options.contenders}
+    return int(json.loads(path.read_text())[name])
 
 
 def measure_rates(options: Options, candidates: dict[str, Candidate], path: Path) -> None:
     """Seconds a step of every candidate, in turns within one process: the median of the rounds."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    data, seconds = Prepared(options.data), {}
+    data = Prepared(options.data)
+    seconds: dict[str, list[float]] = {}
     precision = "bfloat16" if options.bf16 else "float32"
     trainers = {}
     for name, candidate in candidates.items():
-        job = Job(candidate, 0, 0, options.data, options.bf16, True, options.out / "rates" / name, 1000)
+        job = Job(candidate, 0, 0, options.data, options.bf16, options.out / "rates" / name, 1000)
         trainers[name], seconds[name] = trainer_of(job, data, precision), []
         trainers[name].train_step()
     for _ in range(RATE_ROUNDS):
@@ -302,41 +302,49 @@ def measure_rates(options: Options, candidates: dict[str, Candidate], path: Path
             began = time.perf_counter()
             trainer.train_step()
             seconds[name].append(time.perf_counter() - began)
-    found = {name: statistics.median(taken) for name, taken in seconds.items()}
+    found = {}
+    for name, one in candidates.items():
+        # What differs in learning rates alone costs the same: their rounds count together.
+        alike = [n for n, other in candidates.items() if work_of(other) == work_of(one)]
+        found[name] = statistics.median(t for n in alike for t in seconds[n])
     write_file(path, (json.dumps({"seconds_a_step": found, "all": seconds}, indent=1) + "\n").encode())
     for name, taken in found.items():
         print(f"{name:22s} {taken:.3f} s a step (from {min(seconds[name]):.3f} to {max(seconds[name]):.3f})")
 
 
-def steps_of(options: Options, name: str, path: Path) -> int:
-    """Steps that fit into a run's minutes."""
+def work_of(candidate: Candidate) -> tuple[Any, ...]:
+    """What decides how long a step takes."""
+    return candidate.size, candidate.train["batch_size"], candidate.train.get("optimizer")
+
+
+def steps_of(options: Options, name: str, minutes: float) -> int:
+    """Steps that fit into `minutes`."""
+    path = rates(options)
     if not path.exists():
         raise SystemExit(f"{path} is not there; run with --rates first, on a quiet machine")
-    return round(60 * options.minutes / json.loads(path.read_text())["seconds_a_step"][name])
+    return round(60 * minutes / json.loads(path.read_text())["seconds_a_step"][name])
 
 
 def final_jobs(options: Options) -> Iterator[Job]:
     """Seed by seed, the contenders in turn."""
+    path = options.out / "chosen.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    winners = {name: chosen(options, name) for name in options.contenders if name in known or not options.table}
     for seed in range(options.rounds):
-        for name, candidate in every_chosen(options).items():
-            result, steps = result_of(options, name, seed), steps_of(options, name, rates(options))
-            yield Job(candidate, options.minutes, seed, options.data, options.bf16, False, result, steps)
+        for name, number in winners.items():
+            yield job_of(options, name, number, options.minutes, seed)
 
 
 def rates(options: Options) -> Path:
     return options.out / ("rates-ablations.json" if options.ablate else "rates.json")
 
 
-def result_of(options: Options, name: str, seed: int) -> Path:
-    return options.out / f"final-{options.minutes:g}" / f"{name}-{seed}.json"
-
-
 def ablate(options: Options) -> list[dict[str, Any]]:
     found = {}
-    for name, candidate in ablations(chosen(options, "k3")).items():
+    for name, candidate in ablations(CANDIDATES["k3"][chosen(options, "k3")]).items():
         result = options.out / f"ablations-{options.minutes:g}" / f"{name.replace(' ', '-')}.json"
-        steps = steps_of(options, name, rates(options))
-        found[name] = done(Job(candidate, options.minutes, 0, options.data, options.bf16, False, result, steps))
+        steps = steps_of(options, name, options.minutes)
+        found[name] = done(Job(candidate, options.minutes, 0, options.data, options.bf16, result, steps))
     return [record(name, [run], found["whole"]) for name, run in found.items()]
 
 
@@ -345,10 +353,10 @@ def ablate(options: Options) -> list[dict[str, Any]]:
 
 def records(options: Options) -> list[dict[str, Any]]:
     """A record for each contender that has finished a run."""
-    finished: dict[str, list[dict[str, Any]]] = {}
-    for name in options.contenders:
-        files = [result_of(options, name, seed) for seed in range(options.rounds)]
-        finished[name] = [json.loads(file.read_text()) for file in files if file.exists()]
+    finished: dict[str, list[dict[str, Any]]] = {name: [] for name in options.contenders}
+    for job in final_jobs(options):
+        if job.result.exists():
+            finished[job.candidate.contender].append(json.loads(job.result.read_text()))
     ours = finished.get("k3", [])
     return [record(name, runs, *ours) for name, runs in finished.items() if runs]
 
@@ -381,8 +389,10 @@ def main(options: Options) -> None:
     if options.tune:
         tune(options)
     elif options.rates:
-        candidates = ablations(chosen(options, "k3")) if options.ablate else every_chosen(options)
-        measure_rates(options, candidates, rates(options))
+        tried = {f"{name}-{number}": one for name in options.contenders for number, one in enumerate(CANDIDATES[name])}
+        if options.ablate:
+            tried = ablations(CANDIDATES["k3"][chosen(options, "k3")])
+        measure_rates(options, tried, rates(options))
     elif options.ablate:
         harness.print_table(ablate(options))
     else:
