@@ -36,6 +36,7 @@ COMMANDS = {
     "draft": Command("draft", "DraftArgs", "train a draft that makes serving a model faster"),
     "envs": Command("envs", "EnvsArgs", "what a model can act in: list the tasks, play one"),
     "eval": Command("eval", "EvalArgs", "bits per byte beside zlib and xz, and a recall probe"),
+    "agentic": Command("agentic", "AgenticArgs", "a model behind an OpenAI-compatible API plays environments"),
     "generate": Command("generate", "GenerateArgs", "continue one prompt or a file of them"),
     "chat": Command("chat", "ChatArgs", "talk to a model in the terminal"),
     "serve": Command("serve", "ServeArgs", "a model behind an HTTP API that OpenAI's clients use"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from contextlib import contextmanager
 
 import httpx2
+import uvicorn
 
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.serve.api import make_app
@@ -105,21 +107,47 @@ def user(text):
 
 
 @contextmanager
-def served(*lines, server=None, context=8192, pages=1024, limits=None, constrain=None, start=True, **settings):
+def served(
+    *lines,
+    server=None,
+    context=8192,
+    pages=1024,
+    limits=None,
+    constrain=None,
+    start=True,
+    tokenizer=TOKENIZER,
+    **settings,
+):
     """A server that says these lines of a script. settings: of the engine."""
-    replies = [read_reply(json.dumps(line), TOKENIZER) for line in lines or [message()]]
-    runner = ScriptedRunner(Scripted(replies, TOKENIZER), context, pages)
+    replies = [read_reply(json.dumps(line), tokenizer) for line in lines or [message()]]
+    runner = ScriptedRunner(Scripted(replies, tokenizer), context, pages)
     settings = {"hash_block": 64, **settings}
     engine = Engine(
         runner,
-        {TOKENIZER.eos_id, TOKENIZER.end_of_msg_id},
+        {tokenizer.eos_id, tokenizer.end_of_msg_id},
         [],
         Settings(limits=limits or Limits(budget=512, max_sequences=8), **settings),
     )
-    app = make_app(engine, TOKENIZER, server or ServerSettings(names=("stub",)), constrain)
+    app = make_app(engine, tokenizer, server or ServerSettings(names=("stub",)), constrain)
     if start:
         engine.start()
     try:
         yield Served(app, engine)
     finally:
         engine.drain(0)
+
+
+@contextmanager
+def listening(app):
+    """The app on a free port of this machine, for clients that cannot do without: its address, /v1 included."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        thread.join(10)
