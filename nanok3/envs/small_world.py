@@ -1,7 +1,7 @@
 """Three kinds of tasks, one a domain, so short that a model of a million parameters learns them in minutes.
 
     buttons    3BDIKNQ                        general: where a machine in state 3 ends when these are pressed
-    ledger     ada BDIKNQ to ben              agent: read a state, press, write it elsewhere; judged by the table
+    ledger     S BDIKNQ to W                  agent: read a state, press, write it elsewhere; judged by the table
     program    x3*4+ f1=9                     coding: one digit of a program is wrong; writing another runs its tests
 
 The machine has six rows of three buttons, and one of each row is pressed. A button moves every state to another one
@@ -37,10 +37,11 @@ from nanok3.envs.in_process import InProcess
 from nanok3.envs.questions import distinct
 from nanok3.envs.tools import ToolError, tool
 
-NAMES = ("ada", "ben", "eva", "ida", "leo", "max", "tom", "zoe")
 STATES = 5
 ROWS = ("ABC", "DEF", "GHI", "JKL", "MNO", "PQR")
 """Capitals: no merge of the small vocabulary joins them."""
+READ, WRITTEN = "STUV", "WXYZ"
+"""Names of a ledger that are read and that are written: the capitals that are no buttons."""
 
 
 def _name(kind: str, content: str) -> str:
@@ -119,9 +120,10 @@ LEDGER_TOOLS = (tool("get", "", k="string"), tool("set", "", k="string", v="inte
 
 
 def ledger(random: Random) -> Task:
-    """Write, under one name, the state that another one's gets to when buttons are pressed."""
-    one, target = random.sample(NAMES, 2)
-    table = {name: random.randint(1, STATES) for name in NAMES}
+    """Write, under one name, the state that another one's gets to when buttons are pressed. Names that are read and
+    names that are written are different ones, so that a name, like a button, is found by what it is."""
+    one, target = random.choice(READ), random.choice(WRITTEN)
+    table = {name: random.randint(1, STATES) for name in READ + WRITTEN}
     order = _order(random)
     value = press(table[one], order)
     table[target] = random.choice([state for state in range(1, STATES + 1) if state != value])
@@ -184,10 +186,12 @@ def written(a: int, b: int) -> str:
 
 
 def program(random: Random) -> Task:
-    """f(x) = a x + b, of which a digit is wrong; f(1) is given. Changing the other digit instead gives f(1), too."""
-    a, b = random.randint(2, 9), random.randint(0, 8)  # of 9 and 9 there is no other pair
+    """f(x) = a x + b, of which a digit is wrong; f(1), a digit too, is given. Changing the other digit instead gives
+    f(1) as well."""
+    a = random.randint(2, 9)
+    b = random.randint(0, 9 - a)
     first = random.random() < 0.5
-    digits = [w for w in range(10) if w != (a if first else b) and 0 <= a + b - w <= 9]
+    digits = [w for w in range(a + b + 1) if w != (a if first else b)]
     wrong = random.choice(digits)
     broken, other = ((wrong, b), (wrong, a + b - wrong)) if first else ((a, wrong), (a + b - wrong, wrong))
     goal = f"{written(*broken)} f1={a + b}"

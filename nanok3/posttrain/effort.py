@@ -29,9 +29,9 @@ OVER_BUDGET = -1.0
 """The reward above the budget."""
 
 TAUS: dict[str, dict[str, float]] = {
-    "general": {"low": 0.75, "high": 1.4, "max": 6.0},
-    "agent": {"low": 0.95, "high": 1.05, "max": 2.0},
-    "coding": {"low": 0.95, "high": 1.1, "max": 2.0},
+    "general": {"low": 0.75, "high": 2.8, "max": 6.0},
+    "agent": {"low": 0.975, "high": 1.05, "max": 2.0},
+    "coding": {"low": 0.95, "high": 1.6, "max": 2.0},
 }
 """tau by domain and effort, set by hand for our small domains."""
 

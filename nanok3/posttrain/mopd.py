@@ -34,11 +34,11 @@ from nanok3.model.weights import load
 from nanok3.posttrain.evaluate import Scores, evaluate, first_tasks
 from nanok3.posttrain.learner import Learner
 from nanok3.posttrain.objective import dense_reward
-from nanok3.posttrain.rl import save_model
 from nanok3.posttrain.rl_settings import MopdSettings
 from nanok3.posttrain.rollout import Rollouts
+from nanok3.posttrain.run import Run, save_model
 from nanok3.posttrain.sample import Domain, Group, Problem, Sample
-from nanok3.posttrain.score import Packed, check_same, compare, logprobs, packed
+from nanok3.posttrain.score import Packed, logprobs, packed
 from nanok3.posttrain.speaker import EngineSpeaker, forbidden_ids, open_engine
 from nanok3.train.checkpoint import latest, load_checkpoint, save_checkpoint
 from nanok3.train.track import Tracker
@@ -79,7 +79,7 @@ def teacher_logprobs(
     return {id(sample): part for sample, part in zip(kept, parts)}
 
 
-class Mopd:
+class Mopd(Run):
     """One run; `step` is an iteration, `fit` all of them."""
 
     def __init__(
@@ -119,15 +119,8 @@ class Mopd:
         return self.pairs[group.prompt % len(self.pairs)]
 
     @property
-    def iteration(self) -> int:
-        return self.rollouts.iteration
-
-    @property
-    def progress(self) -> float:
-        """From 0 to 1."""
-        if self.settings.minutes is not None:
-            return min(1.0, self.seconds / (60 * self.settings.minutes))
-        return self.iteration / (self.settings.iterations or 1)
+    def length(self) -> MopdSettings:
+        return self.settings
 
     def step(self) -> dict[str, Any]:
         """Rollouts of the student, the teachers' word on them, training steps; the iteration's numbers."""
@@ -135,7 +128,7 @@ class Mopd:
         self.learner.set_progress(self.progress)
         with self.learner.qat.projected():
             groups = self.rollouts.collect()
-            self._check([sample for group in groups for sample in group.valid])
+        self.check(groups)
         taught = self._teach(groups)
         samples = [sample for group in groups for sample in group.valid if id(sample) in taught]
         gaps: list[float] = []
@@ -155,16 +148,6 @@ class Mopd:
         self.seconds += self.clock() - began
         self.track.write("mopd", self.iteration, seconds=self.seconds, **record)
         return record
-
-    def _check(self, samples: list[Sample]) -> None:
-        """Sampler = trainer, on the first samples of this process."""
-        fresh = [s for s in samples if s.places and min(s.versions) == self.rollouts.version][:64]
-        if self.checked or not fresh:
-            return
-        found = compare(self.model, fresh, self.learner.forbidden, self.settings.rollout.temperature)
-        check_same(found, self.model.compute_dtype or self.model.lm_head.weight.dtype)
-        self.checked = True
-        self.say(str(found))
 
     def _teach(self, groups: list[Group]) -> dict[int, Tensor]:
         """Each sample's tokens under its own teacher; one teacher in memory at a time."""

@@ -1,10 +1,11 @@
 """Post-training from end to end on the small world: one plan, its parts in order, each done once.
 
-    OUT/cold                     SFT on demonstrations
+    OUT/facts                    SFT on the first domain's demonstrations alone, where there are others
+    OUT/cold                     SFT on demonstrations of all
     OUT/DOMAIN-max               RL from the cold start, with budgets b0 measured on the cold start
     OUT/DOMAIN-high, -low        RL from DOMAIN-max, the budget annealed from max's to its own
     OUT/student                  MOPD: all experts teach one model, each its domain and effort; it begins as the cold
-                                 start, or with one domain as DOMAIN-max
+                                 start with the changes of all DOMAIN-max added
     OUT/draft                    a draft for speculative decoding, the student frozen
     OUT/steps.json               what is done, and what it gave; report.html is written from it
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,29 +54,45 @@ class Plan:
     """What is trained and for how long. Lengths are counted, not timed: a busy machine gives the same models."""
 
     domains: tuple[str, ...] = ("general", "agent", "coding")
-    model: str = "small"
+    model: str = "quick"
     """Size of the model: small or quick."""
-    demonstrations: int = 6000
-    """For each domain."""
+    demonstrations: int = 12000
+    """Of all domains together."""
     mistakes: float = 0.25
     """Share of demonstrations that go wrong."""
+    facts_steps: int = 520
+    """On the first domain alone, before all; 0 where it is the only one. The facts that domains share are learned where
+    conversations are short: a general one has a quarter of the tokens of an agent's."""
     cold_steps: int = 1800
     max_iterations: int = 90
     """Of each expert of effort max."""
     branch_iterations: int = 45
     """Of each expert of effort high or low."""
     student_iterations: int = 200
+    student_prompts: int = 72
+    """Answers of an iteration of the student; domains and efforts take turns."""
     draft_steps: int = 60
     """0 trains no draft."""
     eval_count: int = 200
     """Held-out answers for every number of the tables."""
+    problems: int = 256
+    """Tasks of the training split of each domain, for experts and student."""
+    prompts: int = 16
+    """Tasks of an expert's iteration; each is answered eight times."""
     seed: int = 0
 
     def times(self, factor: float) -> Plan:
         """The same plan, longer or shorter."""
         if not 0 < factor < 1000:
             raise ValueError(f"times is {factor}; it must be above 0 and below 1000")
-        lengths = ("cold_steps", "max_iterations", "branch_iterations", "student_iterations", "draft_steps")
+        lengths = (
+            "facts_steps",
+            "cold_steps",
+            "max_iterations",
+            "branch_iterations",
+            "student_iterations",
+            "draft_steps",
+        )
         changes: dict[str, Any] = {name: math.ceil(getattr(self, name) * factor) for name in lengths}
         return replace(self, **changes)
 
@@ -84,11 +101,10 @@ SMALL = Plan()
 """All nine experts: meant for an hour on two quiet cores."""
 QUICK = Plan(
     domains=("general",),
-    model="quick",
-    demonstrations=12000,
+    facts_steps=0,
     cold_steps=520,
     max_iterations=50,
-    branch_iterations=40,
+    branch_iterations=25,
     student_iterations=50,
     draft_steps=0,
     eval_count=300,
@@ -128,9 +144,10 @@ class Pipeline:
             self.say(f"== {name}: done before, {self.steps[name]['seconds']:.0f} s")
             return
         self.say(f"== {name}")
-        began = time.monotonic()
+        began, used = time.monotonic(), time.process_time()
         facts = work(self.out / name)
-        self.steps[name] = {**facts, "seconds": time.monotonic() - began}
+        took = {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - used}
+        self.steps[name] = {**facts, **took}
         record = {"plan": asdict(self.plan), "steps": self.steps}
         write_file(self.out / STEPS, (json.dumps(record, indent=1) + "\n").encode())
 
@@ -140,6 +157,8 @@ class Pipeline:
 
     def run(self) -> dict[str, Any]:
         """All parts in order; what is in steps.json."""
+        if self.plan.facts_steps:
+            self._once("facts", self._facts)
         self._once("cold", self._cold)
         for name in self.domains:
             for effort in ORDER:
@@ -151,19 +170,29 @@ class Pipeline:
 
     # ------------------------------------------------------------------ the parts
 
+    def _facts(self, folder: Path) -> dict[str, Any]:
+        self._taught(folder, self.plan.domains[:1], self.plan.facts_steps, None)
+        return {}
+
+    def _taught(self, folder: Path, names: tuple[str, ...], steps: int, model: K3 | None) -> None:
+        p = self.plan
+        settings = replace(WORLD, steps=steps, seed=p.seed)
+        count = max(1, p.demonstrations // len(names))
+        cold_start(folder, names, p.model, settings, count, p.mistakes, say=self.say, resume=True, model=model)
+
     def _cold(self, folder: Path) -> dict[str, Any]:
         p = self.plan
-        settings = replace(WORLD, steps=p.cold_steps, seed=p.seed)
-        cold_start(folder, p.domains, p.model, settings, p.demonstrations, p.mistakes, say=self.say, resume=True)
+        self._taught(folder, p.domains, p.cold_steps, self.model("facts") if p.facts_steps else None)
         return {"scores": self._scores(self.model("cold")), "samples": self._transcripts(self.model("cold"))}
 
     def _expert(self, folder: Path, name: str, effort: str) -> dict[str, Any]:
         """One of the nine; budgets are those of the cold start, measured once for each domain."""
         p, tau = self.plan, TAUS[name]
         iterations = p.max_iterations if effort == "max" else p.branch_iterations
-        settings = RLSettings(iterations=iterations, eval_count=p.eval_count).with_effort(
-            effort=effort, tau=tau[effort], tau_start=None if effort == "max" else tau["max"]
-        )
+        rollout = RolloutSettings(prompts=p.prompts)
+        settings = RLSettings(
+            iterations=iterations, eval_count=p.eval_count, problems=p.problems, rollout=rollout
+        ).with_effort(effort=effort, tau=tau[effort], tau_start=None if effort == "max" else tau["max"])
         measured = self.out / f"{name}-max" / "budgets.json"
         budgets = Budgets.load(measured) if effort != "max" else None
         start = self.model("cold" if effort == "max" else f"{name}-max")
@@ -174,9 +203,10 @@ class Pipeline:
 
     def _student(self, folder: Path) -> dict[str, Any]:
         teachers = {(d, e): self.out / f"{d}-{e}" / "model" for d in self.domains for e in EFFORTS}
-        settings = MopdSettings(iterations=self.plan.student_iterations, eval_count=self.plan.eval_count)
-        begins = "cold" if len(self.domains) > 1 else f"{next(iter(self.domains))}-max"
-        student = self.model(begins)
+        p = self.plan
+        settings = MopdSettings(iterations=p.student_iterations, eval_count=p.eval_count, problems=p.problems)
+        settings = replace(settings, rollout=replace(settings.rollout, prompts=p.student_prompts))
+        student = added(self.model("cold"), (self.model(f"{name}-max") for name in self.domains))
         distill(student, self.tokenizer, teachers, self.domains, settings, folder, self.say, True, SENTENCES)
         table = json.loads((folder / "table.json").read_text("utf-8"))
         return {"table": table, "samples": self._transcripts(self.model("student"))}
@@ -221,6 +251,18 @@ class Pipeline:
             (sample,) = self._played(model, name, "max", 1)
             found[name] = {"text": self.tokenizer.decode(sample.ids), "reward": sample.reward}
         return found
+
+
+@torch.no_grad()
+def added(start: K3, experts: Iterable[K3]) -> K3:
+    """`start` with what each expert has changed of it added up. Of one expert that is the expert."""
+    whole = start.state_dict()
+    before = {name: value.clone() for name, value in whole.items() if value.is_floating_point()}
+    for expert in experts:
+        for name, value in expert.state_dict().items():
+            if name in before:
+                whole[name] += value - before[name]
+    return start
 
 
 # ---------------------------------------------------------------------- what came of it

@@ -1,4 +1,5 @@
-"""`report.html` of `nanok3 posttrain`: what was wanted and found, the table of teachers, answers before and after.
+"""`report.html` of `nanok3 posttrain`: what was wanted and found, the table of teachers, how the experts learned, and
+answers before and after.
 
 Each part's own report lies in its folder and is linked.
 """
@@ -9,30 +10,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nanok3.data.chat import EFFORTS
 from nanok3.data.files import write_file
 from nanok3.posttrain.pipeline import Row, claims, table
 from nanok3.train import report_pictures
-from nanok3.train.svg import escape
+from nanok3.train.report_pictures import figure, smoothed
+from nanok3.train.run_record import read_run
+from nanok3.train.svg import Axis, Line, escape, fit, line_chart
 
 STYLE = Path(report_pictures.__file__).with_name("report.css")
+SHARE = Axis("share right", 0.0, 1.0)
 
 
 def write_pipeline_report(out: Path, steps: dict[str, Any]) -> Path:
     """Write `out/report.html`."""
     path = out / "report.html"
-    write_file(path, page(out.name, steps).encode())
+    write_file(path, page(out.name, steps, curves(out, steps)).encode())
     return path
 
 
-def page(name: str, steps: dict[str, Any]) -> str:
-    """The whole document."""
+def page(name: str, steps: dict[str, Any], learned: str = "") -> str:
+    """The whole document; `learned` is the section of the curves."""
     rows = table(steps)
     sections = {
         "What was wanted, and what came of it": wanted(claims(rows)),
-        "Nine teachers, or as many as were trained, and their student": teachers(rows),
+        f"{_counted(len(rows))} and their student": teachers(rows) + costs(rows),
+        "How the experts learned": learned,
         "Held-out tasks, before and after": transcripts(steps),
         "The parts": parts(steps),
     }
+    sections = {title: text for title, text in sections.items() if text}
     body = "".join(f"<section>\n<h2>{escape(title)}</h2>\n{text}\n</section>\n" for title, text in sections.items())
     head = f'<meta charset="utf-8"><title>{escape(name)} – nanok3 post-training</title>\n'
     style = f"<style>\n{STYLE.read_text('utf-8')}</style>"
@@ -43,25 +50,78 @@ def page(name: str, steps: dict[str, Any]) -> str:
     )
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table>"
+def _counted(count: int) -> str:
+    words = {1: "One teacher", 3: "Three teachers", 6: "Six teachers", 9: "Nine teachers"}
+    return words.get(count, f"{count} teachers")
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: int) -> str:
+    """The last `numbers` columns are set to the right."""
+    first = len(head) - numbers
+
+    def line(tag: str, cells: tuple[str, ...]) -> str:
+        kinds = ["" if i < first else ' class="number"' for i in range(len(cells))]
+        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells))
+
+    lines = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{line("th", head)}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 def wanted(found: list[tuple[str, str, bool]]) -> str:
-    return _table(("wanted", "found", ""), [(what, said, "yes" if holds else "no") for what, said, holds in found])
+    said = [(what, said, "yes" if holds else "no") for what, said, holds in found]
+    return _table(("wanted", "found", "reached"), said, 2)
 
 
 def teachers(rows: list[Row]) -> str:
     """Accuracy, and tokens: thinking and all that was sampled."""
+    cells = []
+    for r in rows:
+        sides = (r.cold, r.teacher, r.student)
+        right, thinking, output = ([f"{side[i]:.{3 if i == 0 else 1}f}" for side in sides] for i in range(3))
+        cells.append((r.domain, r.effort, *right, *thinking, *output))
+    sides_of = ("cold start", "teacher", "student")
+    names = [
+        f"{what}: {who}" if who == "cold start" else who for what in ("right", "thinking", "all") for who in sides_of
+    ]
+    legend = (
+        "<p>Share right, thinking tokens and all sampled tokens of an answer, on held-out tasks at temperature 1.</p>"
+    )
+    return legend + _table(("domain", "effort", *names), cells, len(names))
 
-    def shown(numbers: tuple[float, float, float]) -> str:
-        return f"{numbers[0]:.3f} · {numbers[1]:.1f} / {numbers[2]:.1f}"
 
-    cells = [(r.domain, r.effort, shown(r.cold), shown(r.teacher), shown(r.student)) for r in rows]
-    legend = "<p>Share right · thinking tokens / sampled tokens, on held-out tasks at temperature 1.</p>"
-    return legend + _table(("domain", "effort", "cold start", "teacher", "student"), cells)
+def costs(rows: list[Row]) -> str:
+    """For each domain what thinking costs and brings: cold start, teachers and student, from low to max."""
+    found = []
+    for name in dict.fromkeys(row.domain for row in rows):
+        of = {row.effort: row for row in rows if row.domain == name}
+        ordered = [of[effort] for effort in EFFORTS if effort in of]
+        sides = {
+            "cold start": [r.cold for r in ordered],
+            "teachers": [r.teacher for r in ordered],
+            "student": [r.student for r in ordered],
+        }
+        lines = [
+            Line(who, sorted((side[1], side[0]) for side in of_who), None if who == "cold start" else colour)
+            for colour, (who, of_who) in enumerate(sides.items())
+        ]
+        x = fit("thinking tokens", [p[0] for line in lines for p in line.points], zero=True)
+        found.append(figure(f"{name}: what thinking brings", line_chart(lines, x, SHARE)))
+    return f'<div class="pictures">{"".join(found)}</div>'
+
+
+def curves(out: Path, steps: dict[str, Any]) -> str:
+    """For each domain the share of right rollouts over the iterations of its experts."""
+    found = []
+    for name in dict.fromkeys(row["domain"] for row in steps["student"]["table"]):
+        lines = []
+        for colour, effort in enumerate(reversed(EFFORTS)):
+            points = read_run(out / f"{name}-{effort}").curve("rl", "accuracy")
+            if points:
+                lines += [Line(effort, points, colour, "faint", False), Line(effort, smoothed(points, 0.1), colour)]
+        if lines:
+            x = fit("iteration", [p[0] for line in lines for p in line.points], pad=0)
+            found.append(figure(f"{name}: rollouts that are right", line_chart(lines, x, SHARE)))
+    return f'<div class="pictures">{"".join(found)}</div>' if found else ""
 
 
 def transcripts(steps: dict[str, Any]) -> str:
@@ -69,9 +129,9 @@ def transcripts(steps: dict[str, Any]) -> str:
     for name in steps["cold"]["samples"]:
         for who, part in (("cold start", "cold"), ("student", "student")):
             sample = steps[part]["samples"][name]
-            title = f"{name}, {who}: reward {sample['reward']}"
-            text = escape(sample["text"].replace("<|end_of_msg|>", "<|end_of_msg|>\n"))
-            shown.append(f'<div class="sample"><div class="when"><b>{escape(title)}</b></div><pre>{text}</pre></div>')
+            when = f"<b>{escape(name)}, {who}</b> reward {sample['reward']:g}"
+            text = escape(sample["text"].replace("<|end_of_msg|>", "<|end_of_msg|>\n").strip())
+            shown.append(f'<div class="sample"><div class="when">{when}</div><pre>{text}</pre></div>')
     return "\n".join(shown)
 
 
@@ -79,6 +139,6 @@ def parts(steps: dict[str, Any]) -> str:
     lines = []
     for name, facts in steps.items():
         link = f'<a href="{escape(name)}/report.html">{escape(name)}</a>'
-        lines.append(f"<li>{link}: {facts['seconds']:.0f} s</li>")
-    total = sum(facts["seconds"] for facts in steps.values())
-    return f"<ul>{''.join(lines)}</ul><p>{total / 60:.1f} minutes in all.</p>"
+        lines.append(f"<li>{link}: {facts['seconds']:.0f} s, {facts['cpu_seconds']:.0f} s of CPU time</li>")
+    total, used = (sum(facts[name] for facts in steps.values()) / 60 for name in ("seconds", "cpu_seconds"))
+    return f"<ul>{''.join(lines)}</ul><p>{total:.1f} minutes in all, {used:.1f} minutes of CPU time.</p>"

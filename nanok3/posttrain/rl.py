@@ -25,13 +25,12 @@ import torch
 import yaml
 from torch import Tensor
 
-from nanok3.data.chat import EFFORTS, OURS, SENTENCES_FILE, Sentences
+from nanok3.data.chat import EFFORTS, OURS, Sentences
 from nanok3.data.files import write_file
 from nanok3.data.packing import Batch
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.envs.environment import Task
 from nanok3.model.decoder import K3
-from nanok3.model.weights import save
 from nanok3.posttrain.effort import Budgets, budgeted, means
 from nanok3.posttrain.evaluate import Scores, evaluate, first_tasks, play, scores
 from nanok3.posttrain.learner import Learned, Learner
@@ -39,10 +38,10 @@ from nanok3.posttrain.objective import group_advantages
 from nanok3.posttrain.replay import replayed
 from nanok3.posttrain.rl_settings import RLSettings
 from nanok3.posttrain.rollout import Rollouts
+from nanok3.posttrain.run import Run, save_model
 from nanok3.posttrain.sample import Domain, Group, Problem, Sample
-from nanok3.posttrain.score import Packed, check_same, compare
+from nanok3.posttrain.score import Packed
 from nanok3.posttrain.speaker import EngineSpeaker, forbidden_ids, open_engine
-from nanok3.serve.run_folder import MARKER
 from nanok3.train.checkpoint import latest, load_checkpoint, save_checkpoint
 from nanok3.train.track import Tracker
 
@@ -83,7 +82,7 @@ def _each(tasks: Sequence[Task]) -> Iterator[tuple[Task, str]]:
     return ((task, effort) for task in tasks for effort in EFFORTS)
 
 
-class RL:
+class RL(Run):
     """One run; `step` is an iteration, `fit` all of them."""
 
     def __init__(
@@ -125,15 +124,8 @@ class RL:
         return self.settings.effort.limit(self.budgets.of(problem.task.id), self.progress)
 
     @property
-    def iteration(self) -> int:
-        return self.rollouts.iteration
-
-    @property
-    def progress(self) -> float:
-        """From 0 to 1."""
-        if self.settings.minutes is not None:
-            return min(1.0, self.seconds / (60 * self.settings.minutes))
-        return self.iteration / (self.settings.iterations or 1)
+    def length(self) -> RLSettings:
+        return self.settings
 
     # ---------------------------------------------------------------- an iteration
 
@@ -146,8 +138,7 @@ class RL:
             groups = self.rollouts.collect()
         rolled = self.clock()
         said = self.speaker.engine.counters.said_tokens - said
-        if not self.checked:
-            self._check(groups)
+        self.check(groups)
         learned, chosen = self._learn(groups)
         record = self._record(groups, learned)
         record["trained"] = [[sample.prompt, sample.number] for sample in chosen]
@@ -159,19 +150,6 @@ class RL:
         self.track.write("rl", self.iteration, seconds=self.seconds, **record)
         self._show(groups)
         return record
-
-    def _check(self, groups: list[Group]) -> None:
-        """Sampler = trainer, on what the first iteration of this process has sampled with these weights."""
-        fresh = [s for g in groups for s in g.valid if s.places and min(s.versions) == self.rollouts.version]
-        if not fresh:
-            return
-        with self.learner.qat.projected():
-            found = compare(self.model, fresh[:64], self.learner.forbidden, self.settings.rollout.temperature)
-        dtype = self.model.compute_dtype or self.model.lm_head.weight.dtype
-        self.track.write("event", self.iteration, message=str(found), largest=found.largest)
-        check_same(found, dtype)
-        self.checked = True
-        self.say(str(found))
 
     def _learn(self, groups: list[Group]) -> tuple[Learned, list[Sample]]:
         samples: list[Sample] = []
@@ -316,17 +294,6 @@ class RL:
         self.learner.load_state_dict(state["learner"])
         self.rollouts.load_state_dict(json.loads(state["rollouts"]))
         self.seconds, self.cut_off = state["progress"]["seconds"], state["progress"]["cut_off"]
-
-
-def save_model(model: K3, tokenizer: Tokenizer, run: Path, stage: str, sentences: Sentences) -> Path:
-    """`run/model`, with all that serving needs beside the weights."""
-    folder = run / "model"
-    save(model, folder, dtype=torch.float32)
-    tokenizer.save(folder)
-    write_file(folder / MARKER, json.dumps({"stage": stage}).encode())
-    if sentences != OURS:
-        write_file(folder / SENTENCES_FILE, json.dumps(asdict(sentences)).encode())
-    return folder
 
 
 def train(

@@ -49,7 +49,7 @@ class RolloutSettings:
     """K: samples of each."""
     pause: float = 0.9
     """lambda: share of N K samples after which what still runs is paused; 1 waits for all."""
-    max_tokens: int = 64
+    max_tokens: int = 128
     """Tokens of one turn."""
     temperature: float = 1.0
     """Of the sampler, and of the log-probabilities in training."""

@@ -270,11 +270,13 @@ def cold_start(
     epochs: float = 3.0,
     say: Callable[[str], None] = print,
     resume: bool = False,
+    model: K3 | None = None,
 ) -> Path:
-    """A small model taught by demonstrations alone, from random weights; returns its folder OUT/model."""
+    """A small model taught by demonstrations alone, from random weights or from `model`; returns its folder
+    OUT/model."""
     taught = world_lessons(names, count, mistakes, settings.seed, settings.seq_len)
     torch.manual_seed(settings.seed)
-    model = K3(small_model(preset))
+    model = model or K3(small_model(preset))
     tokenizer = small_tokenizer()
     trainer = trainer_for(model, tokenizer, taught, settings, out, say, epochs, resume)
     write_config(out, trainer.model, {"domains": list(names), "preset": preset, "train": asdict(trainer.settings)})

@@ -9,10 +9,11 @@ from nanok3.envs.episode import play, scripted, solution
 from nanok3.envs.questions import AnswerEnvironment
 from nanok3.envs.small_world import (
     KINDS,
-    NAMES,
+    READ,
     ROWS,
     STATES,
     TABLE,
+    WRITTEN,
     Ledger,
     Workbench,
     evaluate,
@@ -49,13 +50,13 @@ def test_attacks_earn_nothing(kind):
 def test_the_table_has_to_be_the_one_asked_for_and_no_other():
     task = next(small_tasks("ledger"))
     *turns, last = solution(task)
-    other = next(name for name in NAMES if name != task.hidden["target"])
+    other = next(name for name in READ + WRITTEN if name != task.hidden["target"])
     more = Reply(calls=(Call("set", {"k": other, "v": 7}),))
     assert play(Ledger(), task, scripted([*turns, last])).reward == 1
     assert play(Ledger(), task, scripted([*turns, more, last])).reward == 0
     assert play(Ledger(), task, scripted([*turns, *turns])).reward == 0, "the episode was not ended by an answer"
     everything = tuple(
-        Call("set", {"k": name, "v": press(task.hidden["start"], task.hidden["buttons"])}) for name in NAMES
+        Call("set", {"k": name, "v": press(task.hidden["start"], task.hidden["buttons"])}) for name in READ + WRITTEN
     )
     assert play(Ledger(), task, scripted([Reply(calls=everything), last])).reward == 0
 
@@ -63,7 +64,7 @@ def test_the_table_has_to_be_the_one_asked_for_and_no_other():
 def test_bad_calls_are_observations():
     for kind, call in (
         ("ledger", Call("get", {"k": "nobody"})),
-        ("ledger", Call("set", '{"k": "ada", "v": "7"}')),
+        ("ledger", Call("set", '{"k": "S", "v": "7"}')),
         ("program", Call("write", {"p": "__import__('os')"})),
         ("program", Call("write", {"p": "x+"})),
         ("program", Call("write", {"p": "9" * 13})),

@@ -93,13 +93,13 @@ def test_a_domain_of_few_tasks_repeats_them():
 
 def test_observations_become_messages_with_the_calls_they_answer():
     task = next(DOMAINS["agent"].tasks())
-    replies = [Reply(calls=(Call("get", {"k": "ada"}), Call("get", "{")), thinking="t"), Reply("ok")]
+    replies = [Reply(calls=(Call("get", {"k": "S"}), Call("get", "{")), thinking="t"), Reply("ok")]
     seen = played(DOMAINS["agent"].open(task), task, replies)
     before = [{"role": "user", "content": task.goal}]
     user, said, one, two, last = conversation(before, replies, seen)
     assert user == before[0] and said["reasoning_content"] == "t" and last["content"] == "ok"
     assert [one["tool_call_id"], two["tool_call_id"]] == [call["id"] for call in said["tool_calls"]]
-    assert one["content"] == str(task.state["table"]["ada"]) and two["content"].startswith("error: arguments")
+    assert one["content"] == str(task.state["table"]["S"]) and two["content"].startswith("error: arguments")
 
 
 def test_no_merge_holds_a_digit_and_the_markup_is_few_tokens():

@@ -1,13 +1,18 @@
 """The whole road: parts are done once, in order, and what came of them is said as it was measured."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from nanok3.posttrain.pipeline import QUICK, SMALL, STEPS, Pipeline, Plan, claims, table
-from nanok3.posttrain.pipeline_report import page, write_pipeline_report
+from nanok3.config import K3Config
+from nanok3.model.decoder import K3
+from nanok3.posttrain.pipeline import QUICK, SMALL, STEPS, Pipeline, Plan, added, claims, table
+from nanok3.posttrain.pipeline_report import curves, page, write_pipeline_report
+from nanok3.train.track import Tracker
 
 
 def score(accuracy, thinking, output=30.0):
@@ -23,11 +28,11 @@ def made(low=(0.5, 6.0), most=(0.9, 20.0), student=0.88):
         for e, found in pairs.items()
     ]
     sample = {"general": {"text": "<think> & so<|end_of_msg|>", "reward": 1.0}}
-    experts = {f"general-{effort}": {"seconds": 60.0} for effort in pairs}
+    experts = {f"general-{effort}": {"seconds": 60.0, "cpu_seconds": 30.0} for effort in pairs}
     return {
-        "cold": {"scores": cold, "samples": sample, "seconds": 100.0},
+        "cold": {"scores": cold, "samples": sample, "seconds": 100.0, "cpu_seconds": 60.0},
         **experts,
-        "student": {"table": rows, "samples": sample, "seconds": 50.0},
+        "student": {"table": rows, "samples": sample, "seconds": 50.0, "cpu_seconds": 30.0},
     }
 
 
@@ -48,8 +53,20 @@ def test_claims_hold_or_do_not_as_the_numbers_say():
 def test_the_report_shows_them_escaped(tmp_path):
     text = page("x", made())
     assert "&lt;think&gt; &amp; so" in text and "<think>" not in text
-    assert "0.900 · 20.0 / 30.0" in text and "6.3" not in text and "5.5 minutes in all" in text
-    assert write_pipeline_report(tmp_path, made(student=0.5)).read_text().count("<td>no</td>") == 1
+    assert '<td class="number">0.900</td>' in text and "6.3" not in text and "Three teachers and" in text
+    assert "5.5 minutes in all, 3.0 minutes of CPU time" in text
+    assert write_pipeline_report(tmp_path, made(student=0.5)).read_text().count('<td class="number">no</td>') == 1
+
+
+def test_the_report_draws_what_the_experts_learned(tmp_path):
+    folder = tmp_path / "general-max"
+    track = Tracker(folder)
+    for step in range(1, 6):
+        track.write("rl", step, accuracy=0.1 * step)
+    found = curves(tmp_path, made())
+    assert found.count("<figure>") == 1 and "general: rollouts that are right" in found and "</svg>" in found
+    assert curves(tmp_path / "elsewhere", made()) == ""
+    assert "How the experts learned" in page("x", made(), found) and "How the experts" not in page("x", made())
 
 
 class Told(Pipeline):
@@ -64,6 +81,9 @@ class Told(Pipeline):
             raise KeyboardInterrupt
         self.done.append(name)
         return {"name": name}
+
+    def _facts(self, folder):
+        return self._part("facts")
 
     def _cold(self, folder):
         return self._part("cold")
@@ -84,32 +104,49 @@ def test_parts_are_done_once_and_in_order(tmp_path):
     first.break_at = "general-low"
     with pytest.raises(KeyboardInterrupt):
         first.run()
-    assert first.done == ["cold", "general-max", "general-high"]
+    assert first.done == ["facts", "cold", "general-max", "general-high"]
     again = Told(SMALL, tmp_path, str)
     steps = again.run()
     experts = [f"{name}-{effort}" for name in ("agent", "coding") for effort in ("max", "high", "low")]
-    assert again.done == ["general-low", *experts, "student", "draft"] and len(steps) == 12
+    assert again.done == ["general-low", *experts, "student", "draft"] and len(steps) == 13
     assert Told(SMALL, tmp_path, str).run() == steps == json.loads((tmp_path / STEPS).read_text())["steps"]
-    with pytest.raises(ValueError, match=r"cold_steps is 3600; .* was begun with 1800, which cannot change"):
-        Told(SMALL.times(2), tmp_path, str)
-    assert "draft" not in Told(QUICK, tmp_path / "quick", str).run()
+    twice, once = SMALL.times(2).cold_steps, SMALL.cold_steps
+    with pytest.raises(ValueError, match=rf"cold_steps is {twice}; .* was begun with {once}, which cannot change"):
+        Told(replace(SMALL, cold_steps=twice), tmp_path, str)
+    assert not {"facts", "draft"} & Told(QUICK, tmp_path / "quick", str).run().keys()
 
 
 def test_plans():
-    assert QUICK.times(0.5) == replace(
-        QUICK, cold_steps=260, max_iterations=25, branch_iterations=20, student_iterations=25
-    )
+    for name in ("facts_steps", "cold_steps", "max_iterations", "branch_iterations", "student_iterations"):
+        assert getattr(QUICK.times(0.5), name) == math.ceil(getattr(QUICK, name) / 2)
     assert QUICK.times(0.001).max_iterations == 1 and QUICK.times(0.5).draft_steps == 0 == QUICK.draft_steps
+    assert replace(QUICK.times(0.5), eval_count=1).problems == QUICK.problems
     with pytest.raises(ValueError, match="times is 0; it must be above 0"):
         SMALL.times(0)
     with pytest.raises(ValueError, match="domains: 'x'; allowed: general, agent, coding"):
         Pipeline(Plan(domains=("x",)), Path("anywhere"))
 
 
+def test_what_several_experts_have_changed_is_added_to_what_they_began_as():
+    models = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        models.append(K3(K3Config.tiny().at_depth(1)))
+    start, one, two = (dict(model.state_dict()) for model in models)
+    start = {name: value.clone() for name, value in start.items()}
+    for name, value in added(models[0], models[1:]).state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, one[name] + two[name] - start[name])
+    again = added(models[1], models[2:]).state_dict()
+    assert all(torch.allclose(value, two[name]) for name, value in again.items())
+
+
 @pytest.mark.slow
 def test_a_short_road_to_its_end(tmp_path):
     """Seconds of each part: nothing is learned, everything is there."""
-    plan = replace(QUICK.times(0.01), demonstrations=40, eval_count=4, draft_steps=1)
+    short = {"facts_steps": 1, "demonstrations": 40, "draft_steps": 1}
+    few = {"eval_count": 2, "problems": 1, "prompts": 1, "student_prompts": 3}
+    plan = replace(QUICK.times(0.002), **short, **few)
     steps = Pipeline(plan, tmp_path, str).run()
-    assert list(steps) == ["cold", "general-max", "general-high", "general-low", "student", "draft"]
+    assert list(steps) == ["facts", "cold", "general-max", "general-high", "general-low", "student", "draft"]
     assert len(table(steps)) == 3 and "held-out" in page("x", steps).lower()

@@ -13,7 +13,7 @@ import torch
 from playing import TOKENIZER, OneAnswer, cold_start
 
 from nanok3.data.packing import Batch
-from nanok3.posttrain import rl as rl_module
+from nanok3.posttrain import run as run_module
 from nanok3.posttrain.domains import SENTENCES
 from nanok3.posttrain.effort import Budgets, EffortSettings
 from nanok3.posttrain.replay import routers
@@ -117,7 +117,7 @@ def test_resuming_with_another_setting_is_refused(tmp_path):
 
 
 def test_a_sampler_that_is_not_the_trainer_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(rl_module, "compare", lambda *_: Difference(10, 2e-4, 0.0, 0.0))
+    monkeypatch.setattr(run_module, "compare", lambda *_: Difference(10, 2e-4, 0.0, 0.0))
     weights = {name: value.clone() for name, value in cold_start().state_dict().items()}
     run = run_of(SETTINGS, tmp_path)
     with pytest.raises(ValueError, match=r"differ by largest 2.0e-04"):
