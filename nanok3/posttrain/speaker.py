@@ -83,7 +83,7 @@ class EngineSpeaker:
 
     def pause(self) -> None:
         for job, _ in self._at_work:
-            job.cancelled = True
+            self.engine.cancel(job)
         while not self.engine.idle:
             self.step()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +151,9 @@ class Postbox:
     """What one step of the engine says to all who wait, handed over at its end: for every token by itself the server's
     thread would be woken, and the engine's would wait until that lets it go on."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, ended: Callable[[Outcome], None] = lambda outcome: None) -> None:
+        """ended: told of each end, in the server's thread."""
+        self._ended = ended
         self._items: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, Piece | Ended]]] = {}
         engine.after_step = self.send
 
@@ -163,12 +165,13 @@ class Postbox:
         items, self._items = self._items, {}
         for loop, found in items.items():
             with contextlib.suppress(RuntimeError):  # the server's loop has ended: nobody is left to be told
-                loop.call_soon_threadsafe(_deliver, found)
+                loop.call_soon_threadsafe(self._deliver, found)
 
-
-def _deliver(items: list[tuple[Inbox, Piece | Ended]]) -> None:
-    for inbox, item in items:
-        inbox.put_nowait(item)
+    def _deliver(self, items: list[tuple[Inbox, Piece | Ended]]) -> None:
+        for inbox, item in items:
+            if isinstance(item, Ended):
+                self._ended(item.outcome)
+            inbox.put_nowait(item)
 
 
 class Answers:
@@ -235,17 +238,12 @@ class Answers:
 
     def _hand_over(self) -> None:
         try:
-            for job in self.jobs:
-                self.engine.submit(job)
-        except Overloaded as error:
+            with refusals():
+                for job in self.jobs:
+                    self.engine.submit(job)
+        except RequestError:
             self.close()
-            raise Busy(str(error), error.retry_after) from None
-        except Stopping as error:
-            self.close()
-            raise RequestError(str(error), None, "shutting_down", 503, "service_unavailable") from None
-        except ValueError as error:
-            self.close()
-            raise RequestError(str(error), "prompt") from None
+            raise
 
     def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
         """Close as soon as the client goes away, whether or not somebody awaits the pieces."""
@@ -316,6 +314,19 @@ class Busy(RequestError):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message, None, "rate_limit_exceeded", 429, "rate_limit_error")
         self.retry_after = retry_after
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """What the engine says of jobs that it does not take, as an answer to the client."""
+    try:
+        yield
+    except Overloaded as error:
+        raise Busy(str(error), error.retry_after) from None
+    except Stopping as error:
+        raise RequestError(str(error), None, "shutting_down", 503, "service_unavailable") from None
+    except ValueError as error:
+        raise RequestError(str(error), "prompt") from None
 
 
 def late(message: str) -> RequestError:

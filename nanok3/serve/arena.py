@@ -9,6 +9,7 @@ A page is a row of bytes; the views below give the numbers in it. Nothing is mov
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,8 @@ class Arena:
         # A page begins at a multiple of 64 bytes, so that either type can be read from it.
         stride = -(-layout.page_bytes // 64) * 64
         self.bytes = torch.zeros(pages, stride, dtype=torch.uint8, device=device)
+        self._rows: Any = self.bytes.numpy() if self.bytes.device.type == "cpu" else self.bytes
+        """The same bytes: on a CPU a page is moved ten times as fast by numpy, which looks for no kernel."""
         latents = self.bytes.view(shapes.latent_dtype)
         used = shapes.mla_layers * layout.page_tokens * shapes.latent
         self.latents = latents[:, :used].unflatten(1, (shapes.mla_layers, layout.page_tokens, shapes.latent))
@@ -75,10 +78,10 @@ class Arena:
         self._numbers = self.bytes.view(shapes.state_dtype)
 
     def copy(self, source: int, target: int) -> None:
-        self.bytes[target] = self.bytes[source]
+        self._rows[target] = self._rows[source]
 
     def clear(self, page: int) -> None:
-        self.bytes[page].zero_()
+        self._rows[page] = 0
 
     def poison(self, page: int) -> None:
         """Fill a page with NaN, whatever it is read as."""

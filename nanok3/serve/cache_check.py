@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from jaxtyping import Float
@@ -20,11 +19,8 @@ from torch import Tensor
 
 from nanok3.serve.page_pool import Kind
 from nanok3.serve.prefix_cache import PrefixCache, SpanKeys
-from nanok3.serve.scheduler import Work
+from nanok3.serve.scheduler import Reading, Work
 from nanok3.serve.sequence import Sequence
-
-if TYPE_CHECKING:
-    from nanok3.serve.engine import Reading
 
 log = logging.getLogger("nanok3")
 

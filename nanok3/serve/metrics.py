@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nanok3.serve.engine import Engine, Job, Outcome
+from nanok3.serve.engine import Engine, Outcome
 from nanok3.serve.offload import Offload
 from nanok3.serve.page_pool import Kind
 from nanok3.serve.picture_sources import PictureSources
@@ -46,7 +46,7 @@ class Metrics:
         self._answering = histogram("step_answer_seconds", "Of a step, for sampling and parsing.", SHORT)
         limits = "Prompts by what kept their prefix hit from being longer."
         self._limits = prometheus_client.Counter("nanok3_cache_limit", limits, ["limit"], registry=self.registry)
-        engine.on_finish, engine.on_step = self.finished, self.stepped
+        engine.on_step = self.stepped
         if engine.offload is not None:
             engine.offload.on_restore = histogram("offload_restore_seconds", "To bring an evicted prefix back.").observe
 
@@ -62,8 +62,8 @@ class Metrics:
         self._reading.observe(step.reading)
         self._answering.observe(step.answering)
 
-    def finished(self, job: Job, outcome: Outcome) -> None:
-        """From the engine's thread."""
+    def finished(self, outcome: Outcome) -> None:
+        """An answer has ended. From the server's thread: the engine's has better to do."""
         self._queue.observe(outcome.queue_seconds)
         self._whole.observe(outcome.seconds)
         if outcome.first_token_seconds is not None:

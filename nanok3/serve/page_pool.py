@@ -102,7 +102,9 @@ class PagePool:
         """`count` pages with one holder each, or OutOfPages and none."""
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.pages} are free")
-        taken = [self._free.pop() for _ in range(count)]
+        first = len(self._free) - count
+        taken = self._free[first:][::-1]
+        del self._free[first:]
         for page in taken:
             self._holders[page], self._kind[page] = 1, kind
         self._used[kind] += count

@@ -26,6 +26,7 @@ import heapq
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nanok3.serve.page_pool import Kind, OutOfPages, PagePool
 
@@ -102,8 +103,7 @@ class Node:
         return nodes[::-1]
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """What a look-up found. `tokens` can be taken over from `node`; `latent_tokens` had matching latents."""
 
     node: Node
@@ -115,8 +115,7 @@ class Match:
     'snapshot' (latents go on, but no KDA state was kept there)."""
 
 
-@dataclass(frozen=True)
-class Taken:
+class Taken(NamedTuple):
     """Pages that a request now holds: its latent pages for the tokens of the hit, and the snapshot to copy from."""
 
     pages: list[int]
@@ -189,9 +188,9 @@ class PrefixCache:
 
     # ---------------------------------------------------------------- what was read
 
-    def insert(self, parent: Node, key: bytes, pages: Sequence[int]) -> Node:
+    def insert(self, parent: Node, key: bytes, pages: Sequence[int], pin: bool = False) -> Node:
         """Register the span after `parent`, whose tokens lie in `pages`; the cache becomes a holder of them. A span
-        that is there already keeps its own pages. `pages` are those of the span alone."""
+        that is there already keeps its own pages. `pages` are those of the span alone. pin: for the caller."""
         assert not parent.removed, "its parent has left the cache"
         node = parent.children.get(key)
         if node is None:
@@ -201,6 +200,7 @@ class PrefixCache:
             parent.children[key] = node
             self.spans += 1
             self._note(parent)
+        node.pins += pin
         self._touch(node)
         return node
 
@@ -233,12 +233,12 @@ class PrefixCache:
             self.pool.release(node.snapshot)
             node.snapshot, node.turn_end = None, False
             self.snapshots -= 1
-            self._note(node)
+            if not node.removed:
+                self._note(node)
 
     def pin(self, node: Node) -> None:
         """Keep the node and everything before it while a request is using it."""
         node.pins += 1
-        self._note(node)
 
     def unpin(self, node: Node) -> None:
         node.pins -= 1
@@ -290,9 +290,9 @@ class PrefixCache:
         assert not node.children and not node.pins and node.parent is not None
         if node.snapshot is not None:
             self.leaving(node)
+        node.removed = True
         self.drop_snapshot(node)
         self.pool.release(node.pages)
-        node.removed = True
         del node.parent.children[node.key]
         self.spans -= 1
         self._note(node.parent)
@@ -316,7 +316,10 @@ class PrefixCache:
         return None if node.snapshot is None or node.pins else (1, node.snapshot_touched)
 
     def _note(self, node: Node) -> None:
-        """The node changed: earlier entries among the candidates no longer count."""
+        """The node changed: earlier entries among the candidates no longer count. One that is pinned has none that do,
+        and is noted when that ends."""
+        if node.pins or node.parent is None:
+            return
         node.version += 1
         standing = self._standing(node)
         if standing is not None:

@@ -26,18 +26,28 @@ Numbers only; the bytes are moved by a `Memory`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol, runtime_checkable
 
 from nanok3.serve.page_pool import Kind, OutOfPages, PageLayout
-from nanok3.serve.prefix_cache import Match, Node, PrefixCache
+from nanok3.serve.prefix_cache import Match, PrefixCache
 from nanok3.serve.sequence import Sequence, Status
 
 LONG_SHARE = 4
 """Where others wait, prompts that do not end in a step fill it up to one part in so many of its budget."""
 WATCHFUL_STEPS = 8
 """Steps after the last that others waited in, before the budget is theirs again."""
+
+_by_rank = attrgetter("rank")
+
+
+def _length(sequence: Sequence) -> tuple[int, int]:
+    """Sorts those that wait by how much they have to read."""
+    return sequence.priority, len(sequence.ids)
 
 
 @runtime_checkable
@@ -51,7 +61,7 @@ class Memory(Protocol):
         """Make a page the state of a sequence that has read nothing."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Work:
     """Tokens [start, start + count) of a sequence, at its end with a draft behind them, of which each is read on trial.
     `last`: nothing of the sequence remains after it, so its logits are wanted."""
@@ -72,6 +82,30 @@ class Work:
     @property
     def ids(self) -> list[int]:
         return [*self.sequence.ids[self.start : self.end], *self.draft]
+
+
+@runtime_checkable
+class Reading(Protocol):
+    """What reads tokens: a model (runner.Runner), or something that plays one (scripted)."""
+
+    layout: PageLayout
+    pages: int
+    vocab_size: int
+    context: int
+    media_pad: int | None
+    """The id that stands for a row of a picture; None for who does not see."""
+
+    @property
+    def arena(self) -> Memory: ...
+
+    def read(self, work: list[Work], all_logits: frozenset[str]) -> dict[str, Tensor | Exception]:
+        """As `Runner.read`."""
+
+    def keep(self, sequence: Sequence, count: int) -> None:
+        """As `Runner.keep`."""
+
+    def forget(self) -> None:
+        """Nothing that was computed before counts any more."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +135,13 @@ class Scheduler:
         self.limits = limits or Limits()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        """Both by rank."""
+        self._by_length: list[Sequence] = []
+        """Those that wait."""
         self.preemptions = 0
         self._watchful = 0
+        self._held: set[int] | None = None
+        """Pages of those that run, while sequences are admitted; None until somebody asks."""
         self.before_lookup: Callable[[Sequence], None] = lambda sequence: None
         """Told each sequence that is to be admitted; may bring back what was evicted (offload.py)."""
 
@@ -116,17 +155,34 @@ class Scheduler:
         """Queue a sequence. ValueError if the pool could never hold it."""
         if len(sequence.ids) >= self.most_tokens:
             raise ValueError(f"{len(sequence.ids)} tokens do not fit; the pool holds {self.most_tokens} with an answer")
-        self.waiting.append(sequence)
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_by_rank)
+        insort(self._by_length, sequence, key=_length)
+
+    def _wait_no_more(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self._by_length.remove(sequence)
 
     # ---------------------------------------------------------------- a step
 
     def plan(self) -> list[Work]:
         """What to read now; pages are taken. Call `commit` for each piece once it was read."""
         self._admit()
-        order = sorted(self.running, key=lambda sequence: sequence.rank)
-        work = [piece for sequence in order if sequence.decoding and (piece := self._give(sequence, 1))]
+        work: list[Work] = []
+        reading: list[Sequence] = []
+        size = self.layout.page_tokens
+        for sequence in list(self.running):
+            computed = sequence.computed
+            if not computed or len(sequence.ids) - computed != 1:
+                reading.append(sequence)
+            elif computed < len(sequence.pages) * size:  # most have a page for their next token
+                work.append(Work(sequence, computed, 1))
+            elif (piece := self._give(sequence, 1)) is not None:
+                work.append(piece)
         left = self.limits.budget - len(work)
-        reading = [sequence for sequence in order if sequence.status is Status.RUNNING and not sequence.decoding]
+        reading = [sequence for sequence in reading if sequence.status is Status.RUNNING]
         self._watch(work, reading, left)
         if reading and left > 0:
             work += self._chunks(reading, left)
@@ -169,7 +225,7 @@ class Scheduler:
             try:
                 sequence.pages += self.cache.allocate(Kind.LATENT, missing)
             except OutOfPages:
-                loser = max(self.running, key=lambda other: other.rank)
+                loser = self.running[-1]
                 self.preempt(loser)
                 if loser is sequence:
                     return None
@@ -206,32 +262,35 @@ class Scheduler:
 
     def commit(self, work: Work) -> None:
         """The piece was read: pages and state hold it. Of a draft only what is by now part of the sequence is one."""
-        sequence = work.sequence
-        assert sequence.status is Status.RUNNING and sequence.computed == work.start
-        assert not work.draft
-        sequence.computed += work.count
-        if self.caching:
-            self._register(sequence)
+        self.commit_all([work])
+
+    def commit_all(self, work: Iterable[Work]) -> None:
+        """All of these pieces were read."""
+        span = self.cache.span
+        for piece in work:
+            sequence = piece.sequence
+            assert sequence.status is Status.RUNNING and sequence.computed == piece.start
+            assert not piece.draft
+            sequence.computed = computed = piece.start + piece.count
+            if self.caching:
+                assert sequence.node is not None
+                if not 0 < computed - sequence.node.depth * span < span:
+                    self._register(sequence)
 
     def _register(self, sequence: Sequence) -> None:
+        """A boundary was reached."""
         span = self.cache.span
         assert sequence.node is not None
-        if 0 < sequence.computed - sequence.node.depth * span < span:
-            return  # no boundary was reached
         for depth in range(sequence.node.depth + 1, sequence.computed // span + 1):
             if sequence.node.removed:
                 return  # the cache was cleared since
             pages = self.cache.span_pages(depth, sequence.pages)
-            self._move_to(sequence, self.cache.insert(sequence.node, sequence.keys.keys[depth - 1], pages))
+            node = self.cache.insert(sequence.node, sequence.keys.keys[depth - 1], pages, pin=True)
+            self.cache.unpin(sequence.node)
+            sequence.node = node
         at_boundary = sequence.computed == sequence.node.depth * span and not sequence.node.removed
         if at_boundary and sequence.node.depth and self.layout.groups and self._wanted(sequence, sequence.node.depth):
             self._keep_state(sequence)
-
-    def _move_to(self, sequence: Sequence, node: Node) -> None:
-        self.cache.pin(node)
-        if sequence.node is not None:
-            self.cache.unpin(sequence.node)
-        sequence.node = node
 
     def _keep_state(self, sequence: Sequence) -> None:
         node, span = sequence.node, self.cache.span
@@ -254,42 +313,40 @@ class Scheduler:
     # ---------------------------------------------------------------- coming and going
 
     def _admit(self) -> None:
-        if len(self.running) >= self.limits.max_sequences:
+        """Begin with whom there is a place and room for. The last quarter of the places is for prompts of at most one
+        step."""
+        places = self.limits.max_sequences
+        long_places = places - places // 4
+        if not self.waiting or len(self.running) >= places:
             return
+        self._held = None
         reading = [sequence for sequence in self.running if not sequence.decoding]
         for sequence in self._queue():
-            if len(self.running) >= self.limits.max_sequences:
+            taken = len(self.running)
+            if taken >= places:
                 return
-            wanted = self._fits_the_places(sequence) and not self._is_being_read(sequence, reading)
-            if wanted and self._start(sequence):
+            if taken >= long_places and len(sequence.ids) > self.limits.budget:
+                continue
+            if not self._is_being_read(sequence, reading) and self._start(sequence):
                 reading.append(sequence)
 
-    def _queue(self) -> list[Sequence]:
+    def _queue(self) -> Iterator[Sequence]:
         """Waiting sequences: those that came first, and every second one the shortest of the rest."""
-        by_rank = sorted(self.waiting, key=lambda sequence: sequence.rank)
-        by_length = sorted(self.waiting, key=lambda sequence: (sequence.priority, sequence.remaining))
-        order: dict[int, Sequence] = {}
-        for pair in zip(by_rank, by_length):
+        seen: set[Sequence] = set()
+        for pair in zip(list(self.waiting), list(self._by_length)):
             for sequence in pair:
-                order.setdefault(id(sequence), sequence)
-        return list(order.values())
-
-    def _fits_the_places(self, sequence: Sequence) -> bool:
-        """The last quarter of the places is for prompts of at most one step."""
-        kept = self.limits.max_sequences // 4
-        return sequence.remaining <= self.limits.budget or len(self.running) < self.limits.max_sequences - kept
+                if sequence not in seen:
+                    seen.add(sequence)
+                    yield sequence
 
     def _is_being_read(self, sequence: Sequence, reading: list[Sequence]) -> bool:
         """Whether one of those that read is on its way to a boundary, common to both, where its state will be kept:
         waiting for it costs less than reading the same tokens beside it."""
-        if not self.caching:
-            return False
-        usable = sequence.keys.keys[: (len(sequence.ids) - 1) // self.cache.span]
-        if not usable:
-            return False
+        usable = sequence.keys.keys[: (len(sequence.ids) - 1) // self.cache.span] if self.caching else []
         return any(
             self._wanted(other, depth)
-            for other in reading
+            for other in (reading if usable else ())
+            if other.keys.keys[:1] == usable[:1]
             for depth in range(other.computed // self.cache.span + 1, _common(other.keys.keys, usable) + 1)
         )
 
@@ -335,8 +392,11 @@ class Scheduler:
         has to wait all the same."""
         if self.cache.pool.free >= pages:
             return True
-        held = {page for sequence in self.running for page in (*sequence.pages, *sequence.state)}
-        return self.cache.pool.pages - len(held) >= pages
+        if self.cache.pool.pages - sum(len(one.pages) + len(one.state) for one in self.running) >= pages:
+            return True  # though shared pages were counted more than once
+        if self._held is None:
+            self._held = {page for sequence in self.running for page in (*sequence.pages, *sequence.state)}
+        return self.cache.pool.pages - len(self._held) >= pages
 
     def _load_state(self, snapshot: tuple[int, ...], state: list[int]) -> None:
         for kept, live in zip(snapshot, state):
@@ -348,9 +408,11 @@ class Scheduler:
         sequence.node, sequence.match, sequence.computed = match.node, match, match.tokens
         sequence.status = Status.RUNNING
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = match.tokens
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
+            sequence.cached_tokens, sequence.admitted = match.tokens, time.monotonic()
+        self._wait_no_more(sequence)
+        insort(self.running, sequence, key=_by_rank)
+        if self._held is not None:
+            self._held.update(sequence.pages, sequence.state)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's memory away and queue it again."""
@@ -359,7 +421,7 @@ class Scheduler:
         sequence.computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.append(sequence)
+        self._wait(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence ends, whatever it was doing; what it registered stays in the cache."""
@@ -368,7 +430,7 @@ class Scheduler:
                 sequence.spoken_snapshot.turn_end = True
             self._leave(sequence)
         elif sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
+            self._wait_no_more(sequence)
         sequence.status = Status.FINISHED
         if not self.running and not self.waiting:
             self._watchful = 0

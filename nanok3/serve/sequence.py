@@ -34,6 +34,8 @@ class Sequence:
     """Lower goes first."""
     arrival: float = 0.0
     """Seconds; of equal priorities the earlier goes first, and is pre-empted last."""
+    admitted: float | None = None
+    """When it had memory for the first time."""
     status: Status = Status.WAITING
     computed: int = 0
     """Tokens that pages and state have read."""
@@ -51,6 +53,11 @@ class Sequence:
     preemptions: int = 0
     pictures: tuple[Picture, ...] = ()
     """What the placeholders in the prompt stand for."""
+    rank: tuple[int, float] = field(init=False)
+    """Sorts whom to serve first."""
+
+    def __post_init__(self) -> None:
+        self.rank = self.priority, self.arrival
 
     @property
     def remaining(self) -> int:
@@ -64,11 +71,6 @@ class Sequence:
     @property
     def said(self) -> list[int]:
         return self.ids[self.prompt_tokens :]
-
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Sorts whom to serve first."""
-        return self.priority, self.arrival
 
     def say(self, token: int) -> None:
         """Add a sampled token."""

@@ -23,7 +23,7 @@ from typing import Any
 from nanok3.data.chat import OURS, Segment, Sentences, encode
 from nanok3.data.messages import MEDIA_TYPES, VIDEO_TYPE, read_messages
 from nanok3.data.tokenizer import Tokenizer
-from nanok3.serve.answers import Answers, Busy, ChatReader, Ended, Postbox, describer
+from nanok3.serve.answers import Answers, ChatReader, Ended, Postbox, describer, refusals
 from nanok3.serve.chat_fields import place_of
 from nanok3.serve.engine import Constraint, Engine, Job, Reader
 from nanok3.serve.fields import RequestError, read_json, shown
@@ -132,7 +132,8 @@ class Server:
         self.pictures = PictureSources(settings.pictures)
         self.opening = ThreadPoolExecutor(4, "pictures")
         """Pictures and videos are fetched and decoded here: requests of text wait for none of them."""
-        self.metrics, self.postbox = Metrics(engine, self.pictures), Postbox(engine)
+        self.metrics = Metrics(engine, self.pictures)
+        self.postbox = Postbox(engine, self.metrics.finished)
         pad = engine.runner.media_pad
         if pad is not None and pad != tokenizer.special.get(PAD):
             there = tokenizer.special.get(PAD)
@@ -146,8 +147,6 @@ class Server:
         self.created = int(time.time())
         self._eyes = engine.runner.eyes if isinstance(engine.runner, Runner) else None
         self._tower = ThreadPoolExecutor(1, "tower")
-        self._looking = 0
-        """Answers to requests whose pictures are looked at, or wait for it."""
         self._longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
     @property
@@ -264,23 +263,18 @@ class Server:
     # ------------------------------------------------------------------ pictures, before the engine has them
 
     def _look_then_submit(self, eyes: Eyes, answers: Answers, jobs: Sequence[Job]) -> None:
-        """Let the tower run in a thread of its own, one request at a time, while the engine says other answers. Busy
-        where the engine would not take the jobs now: those whose pictures are not yet looked at wait, too."""
-        engine, pictures = self.engine, jobs[0].pictures
-        waiting = engine.waiting + self._looking
-        if waiting >= engine.settings.max_waiting:
-            raise Busy(f"{waiting} requests are waiting", 2.0)
-        if not engine.pixels.has_room(pictures, engine.settings.picture_bytes):
-            raise Busy(f"requests with {engine.pixels.bytes} bytes of pictures are waiting", 2.0)
-
-        def looked(task: asyncio.Task[None]) -> None:
-            self._looking -= len(jobs)
-            engine.pixels.release(pictures)
-
-        submission = answers.submit_after(lambda: self._look_ahead(eyes, jobs), jobs)
-        engine.pixels.hold(pictures)
-        self._looking += len(jobs)
-        submission.add_done_callback(looked)
+        """Let the tower run in a thread of its own, one request at a time, while the engine says other answers.
+        RequestError where the engine would not take the jobs now: those whose pictures are not yet looked at wait,
+        too."""
+        pictures = jobs[0].pictures
+        with refusals():
+            self.engine.promise(jobs, pictures)
+        try:
+            submission = answers.submit_after(lambda: self._look_ahead(eyes, jobs), jobs)
+        except RequestError:
+            self.engine.redeem(jobs, pictures)
+            raise
+        submission.add_done_callback(lambda task: self.engine.redeem(jobs, pictures))
 
     async def _look_ahead(self, eyes: Eyes, jobs: Sequence[Job]) -> None:
         """If it fails it will do so again in the engine's thread, which knows what to say of it."""

@@ -6,7 +6,7 @@
     answering    sampling, and the readers
 
 Deciding is measured by the clock and in this thread's computing time: the rest of it the thread waited for another
-thread or program. Moving happens in the middle of deciding, so it has a watch of its own and is taken off.
+thread or program. Moving happens in the middle of other phases, so it has a watch of its own and is taken off.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import ParamSpec
 
 Given = ParamSpec("Given")
@@ -51,5 +52,42 @@ class Stopwatch:
 
         return run
 
-    def reset(self) -> None:
+    def take(self) -> tuple[float, float]:
+        """By the clock and computing, since the last time."""
+        taken = self.seconds, self.cpu
         self.seconds = self.cpu = 0.0
+        return taken
+
+
+class Phase(IntEnum):
+    DECIDING = 0
+    READING = 1
+    ANSWERING = 2
+
+
+class StepClock:
+    """Goes through a step phase by phase; each may come several times."""
+
+    def __init__(self) -> None:
+        self.moving = Stopwatch()
+        self._phase = Phase.DECIDING
+        self._seconds, self._cpu, self._moved = [0.0] * len(Phase), [0.0] * len(Phase), 0.0
+        self._since = self._since_cpu = 0.0
+
+    def begin(self) -> None:
+        """A step, with deciding."""
+        self._seconds, self._cpu, self._moved = [0.0] * len(Phase), [0.0] * len(Phase), 0.0
+        self.moving.take()
+        self._phase, self._since, self._since_cpu = Phase.DECIDING, time.perf_counter(), time.thread_time()
+
+    def turn_to(self, phase: Phase) -> None:
+        now, cpu, (moved, moved_cpu) = time.perf_counter(), time.thread_time(), self.moving.take()
+        self._seconds[self._phase] += now - self._since - moved
+        self._cpu[self._phase] += cpu - self._since_cpu - moved_cpu
+        self._moved += moved_cpu
+        self._phase, self._since, self._since_cpu = phase, now, cpu
+
+    def end(self) -> StepSeconds:
+        self.turn_to(Phase.DECIDING)
+        deciding, reading, answering = self._seconds
+        return StepSeconds(deciding, self._cpu[Phase.DECIDING], self._moved, reading, answering)

@@ -38,7 +38,7 @@ def checks():
     return [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
-@pytest.mark.parametrize("few", [3, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("few", [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_no_request_of_the_document_brings_a_fault(document, few):
     """501 is what a server without a folder says of saving, 504 what a request gets that asked for less time than it
     takes: documented, and no faults."""

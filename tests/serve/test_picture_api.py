@@ -564,6 +564,42 @@ def test_those_who_wait_for_the_tower_count_as_waiting(model, monkeypatch):
     engine.drain(0)
 
 
+def drained(model, monkeypatch, seconds):
+    """One request whose picture the tower still looks at when a drain begins, another that comes after it: their
+    status codes, and whether the drain found that all were answered."""
+    engine = Engine(Runner(model, 8 << 20), {1}, [PAD_ID], Settings(16))
+    server = Served(make_app(engine, TOKENIZER, ServerSettings(names=("seer",))), engine)
+    engine.start()
+    begun, go_on, look = threading.Event(), threading.Event(), engine.runner.eyes._look
+    monkeypatch.setattr(engine.runner.eyes, "_look", lambda one: begun.set() or (go_on.wait(60) and look(one)))
+
+    async def both():
+        async with server.client() as client:
+            first, second = ({"messages": shown(data_url(drawing(k))), "max_tokens": 2, **QUIET} for k in (91, 92))
+            asking = asyncio.create_task(client.post(CHAT, json=first))
+            await asyncio.to_thread(begun.wait, 60)
+            draining = asyncio.create_task(asyncio.to_thread(engine.drain, seconds))
+            while engine.accepting:
+                await asyncio.sleep(0.001)
+            late = await client.post(CHAT, json=second)
+            done, _ = await asyncio.wait([draining], timeout=0.2 if seconds is None else 60)
+            assert bool(done) == (seconds is not None), "it waits for the tower, as long as it may"
+            go_on.set()
+            answer = await asking
+            assert engine.pixels.bytes == 0 and not engine.waiting
+            return answer.status_code, late.status_code, await draining
+
+    return asyncio.run(both())
+
+
+def test_a_drain_waits_for_pictures_that_are_looked_at(model, monkeypatch):
+    assert drained(model, monkeypatch, None) == (200, 503, True)
+
+
+def test_a_drain_waits_for_pictures_no_longer_than_it_may(model, monkeypatch):
+    assert drained(model, monkeypatch, 0.1) == (503, 503, False)
+
+
 def test_text_is_answered_while_pictures_are_decoded(seer, monkeypatch):
     """More pictures than there are threads for anything."""
     go_on = threading.Event()

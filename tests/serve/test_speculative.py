@@ -89,7 +89,8 @@ class Even:
         self.seen.append(token)
 
 
-def engine_for(model, drafter=None, tokens=7, pages=400, page_tokens=None, hash_block=16, tier=None, limits=None):
+def engine_for(model, drafter=None, tokens=7, pages=400, page_tokens=None, hash_block=16, tier=None, limits=None,
+               ends=frozenset({END})):  # fmt: skip
     """drafter: who guesses; or a trained draft."""
     draft = drafter if isinstance(drafter, Draft) else None
     page_bytes = Runner(model, 8 << 20, page_tokens, draft=draft).layout.page_bytes
@@ -97,7 +98,7 @@ def engine_for(model, drafter=None, tokens=7, pages=400, page_tokens=None, hash_
     drafter = drafter if draft is None else runner.drafter
     settings = Settings(hash_block=hash_block, limits=limits or Limits(48, 8, 2), tier=tier)
     speculation = None if drafter is None else Speculation(drafter, tokens, adaptive=False)
-    return Engine(runner, {END}, [0], settings, runner.arena.poison, speculation)
+    return Engine(runner, set(ends), [0], settings, runner.arena.poison, speculation)
 
 
 def draft_of(model):
@@ -233,8 +234,7 @@ def test_report_39_a_grammar_follows_accepted_tokens_alone(model):
     ends = {tokenizer.eos_id}
 
     def answer(drafter):
-        engine = engine_for(model, drafter)
-        engine.ends = ends
+        engine = engine_for(model, drafter, ends=ends)
         constraint = grammars.for_request(request)
         (reader,) = run(engine, job(range(2, 45), replace(GREEDY, max_tokens=40), constraint=constraint))
         assert reader.outcome.error is None
