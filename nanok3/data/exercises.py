@@ -118,6 +118,12 @@ _KINDS = [
 ]
 
 
+def worked(seed: int, number: int) -> Exercise:
+    """One exercise of any kind, a function of both."""
+    random = Random(f"{seed} one {number}")
+    return random.choice(_KINDS)(random)
+
+
 def sheet(seed: int, number: int, length: int = 8) -> str:
     """The text of one sheet: `length` exercises of one kind, or (every other sheet) of all kinds."""
     random = Random(f"{seed} {number}")

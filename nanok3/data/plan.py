@@ -61,7 +61,7 @@ def _known(name: str) -> bool:
     return name in BUILT_IN or (name != "" and os.path.exists(name))
 
 
-def _weight(text: str) -> float:
+def weight_of(text: str) -> float:
     """The number that `text` writes, nan if it is none."""
     return float(text) if re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", text, re.ASCII) else math.nan
 
@@ -70,7 +70,7 @@ def parse_source(text: str) -> Source:
     """`name`, `name:weight`, `path` or `path:weight`. A built-in name wins over a file of that name. Raises
     ValueError for a path that does not exist or a weight that is not a positive, finite number."""
     name, colon, weight = text.rpartition(":")
-    value = _weight(weight)
+    value = weight_of(weight)
     if not colon or (math.isnan(value) and (_known(text) or not _known(name))):
         name, weight, value = text, "1", 1.0
     if not 0 < value < math.inf:

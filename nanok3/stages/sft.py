@@ -1,6 +1,7 @@
 """`nanok3 sft`: teach a model from conversations.
 
     nanok3 sft runs/x --data chats.jsonl --out runs/x-sft
+    nanok3 sft runs/x --source exercises:2 --source docstrings --out runs/x-sft   conversations made of packages
     nanok3 sft --out runs/x-sft --resume                                  after Ctrl-C, kill -9 or a full disk
     nanok3 sft --domains general agent coding --out runs/world            a small model, from demonstrations alone
 
@@ -36,6 +37,10 @@ class SftArgs:
     """Run folder."""
     data: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
     """Conversations, .jsonl or .parquet; may be given several times."""
+    source: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME or NAME:WEIGHT: chat, passages, exercises, math, mbpp, docstrings, bfcl; may be given several times."""
+    conversations: int | None = None
+    """Of all sources together, by their weights. Not given: as many as no source has to repeat."""
     held_out: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
     """Conversations to measure on; a share of the data when not given."""
     held_out_share: float = 0.05
@@ -103,7 +108,7 @@ def plain(args: SftArgs) -> dict[str, Any]:
     values["model"] = None if args.model is None else str(args.model)
     for name in ("data", "held_out"):
         values[name] = [str(path) for path in values[name]]
-    return values | {"domains": list(args.domains)}
+    return values | {"domains": list(args.domains), "source": list(args.source)}
 
 
 def main(args: SftArgs) -> None:
@@ -137,10 +142,12 @@ def main(args: SftArgs) -> None:
 
 def check(args: SftArgs) -> None:
     """ValueError for flags that do not fit together."""
-    if bool(args.data) == bool(args.domains):
-        raise ValueError("give either --data FILE or --domains NAME ...")
-    if args.data and args.model is None:
-        raise ValueError("--data needs a model to teach: nanok3 sft RUN --data FILE --out OUT")
+    if bool(args.data or args.source) == bool(args.domains):
+        raise ValueError("give either --data FILE, --source NAME or both, or --domains NAME ...")
+    if (args.data or args.source) and args.model is None:
+        raise ValueError("--data and --source need a model to teach: nanok3 sft RUN --data FILE --out OUT")
+    if args.conversations is not None and (args.conversations < 1 or not args.source):
+        raise ValueError(f"conversations is {args.conversations}; it must be at least 1, and needs --source")
     if args.domains and args.model is not None:
         raise ValueError("--domains teaches a new model; leave RUN out")
     if not 0 <= args.held_out_share < 1:
@@ -172,6 +179,11 @@ def open_all(args: SftArgs) -> tuple[K3, Tokenizer, Lessons]:
     else:
         held_out = [row for row in rows if is_held_out(row, args.held_out_share)]
         rows = [row for row in rows if not is_held_out(row, args.held_out_share)]
+    if args.source:
+        from nanok3.posttrain.sources import mixture
+
+        learned, measured = mixture(args.source, args.conversations, args.held_out_share, seed)
+        rows, held_out = rows + learned, held_out + measured
     sentences = Sentences.of(opened.folder)
     taught = lessons(rows, held_out, opened.tokenizer, seq_len, sentences, args.skip_long)
     return opened.model, opened.tokenizer, taught

@@ -63,9 +63,9 @@ def test_a_small_model_from_demonstrations(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({}, "give either --data FILE or --domains NAME"),
+        ({}, "give either --data FILE, --source NAME or both, or --domains NAME"),
         ({"data": (Path("a"),), "domains": ("general",)}, "give either"),
-        ({"data": (Path("a"),)}, "--data needs a model to teach"),
+        ({"data": (Path("a"),)}, "--data and --source need a model to teach"),
         ({"domains": ("general",), "model": Path("x")}, "--domains teaches a new model"),
         ({"domains": ("general",), "held_out_share": 1.0}, r"held_out_share is 1.0; it must lie in \[0, 1\)"),
         ({"domains": ("general",), "demonstrations": 0}, "demonstrations is 0; it must be at least 1"),
@@ -82,3 +82,14 @@ def test_going_on_without_a_run(tmp_path):
     (tmp_path / "config.yaml").write_text("settings: 3")
     with pytest.raises(ValueError, match="holds no settings of nanok3 sft"):
         parse(["--out", str(tmp_path), "--resume"])
+
+
+def test_from_a_named_source_and_on(model, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    main(SftArgs(model=model, source=("exercises:2",), conversations=30, out=out, train=FAST, skip_long=True))
+    evals = read_run(out).kind("eval")
+    assert {"think", "response"} <= set(evals[-1]["slices"])
+    again = saved(out)
+    assert again.source == ("exercises:2",) and again.conversations == 30
+    with pytest.raises(ValueError, match="allowed: chat, passages, exercises, math, mbpp, docstrings, bfcl"):
+        main(SftArgs(model=model, source=("wikipedia",), out=tmp_path / "no", train=FAST))
