@@ -38,12 +38,12 @@ import harness
 import torch
 import torch.nn.functional as F
 import tyro
-from quality import held_out
 
 from nanok3.cli import main as nanok3_command
 from nanok3.config import K3Config
 from nanok3.data.loader import MixtureLoader
 from nanok3.data.prepared import Prepared
+from nanok3.eval.bits_per_byte import bits_per_byte
 from nanok3.model.decoder import K3
 from nanok3.quant.qat import QAT
 from nanok3.train.loop import Trainer
@@ -57,6 +57,11 @@ SERVED = (("w4a16", "ceil"), ("w4a16", "floor"), ("w4a16", "even"), ("w4a8", "ce
 TRAINED = (("w4a16", "ceil"), ("w4a8", "ceil"))
 """The runs with QAT; each is served as it was trained."""
 TEXT_DEPTH, TEXT_WARMUP = 3, 15
+TEXT_RATES: dict[str, Any] = {"lr": 2e-2, "adam_lr_scale": 0.4}
+Start = tuple[dict[str, torch.Tensor], dict[str, Any]]
+"""Weights, and the state of a trainer."""
+CONTEXT = 512
+"""Tokens that a prediction looks back over at most."""
 
 
 @dataclass
@@ -169,7 +174,18 @@ def bits(options: Options, data: Prepared, model: K3, mode: str, rule: str) -> f
     """Of the model, rounded so; 'off' leaves it as it is."""
     model = copy.deepcopy(model)
     with QAT(model, mode, rule).projected():
-        return held_out(model, data, 512, options.bytes or None)["all"]
+        return held_out(model, data, options.bytes or None)
+
+
+def held_out(model: K3, data: Prepared, limit: int | None) -> float:
+    """Bits per byte of the first `limit` bytes of every slice, all of them together."""
+    nats = size = 0.0
+    for source in data.sources("validation"):
+        text = data.validation_text(source.name)[:limit].decode("utf-8", "ignore")
+        documents = [data.tokenizer().encode(text)]
+        score = bits_per_byte(model, documents, len(text.encode()), data.manifest["vocab_size"], CONTEXT)
+        nats, size = nats + score.nats, size + score.bytes
+    return nats / math.log(2) / size
 
 
 def one_seed(options: Options, data: Prepared, seed: int, run: Path) -> Iterator[dict[str, Any]]:
@@ -191,16 +207,27 @@ def one_seed(options: Options, data: Prepared, seed: int, run: Path) -> Iterator
 
 def pairs(options: Options, data: Prepared, run: Path) -> Iterator[dict[str, Any]]:
     """A row for each order of the text, as they are found."""
-    shared: dict[str, Any] = {"lr": 2e-2, "adam_lr_scale": 0.4}
+    start = unlike_channels(options, data, run / "base")
+    for order in range(1, options.rounds + 1):
+        yield trained_pair(options, data, order, start, run)
+
+
+def unlike_channels(options: Options, data: Prepared, run: Path) -> Start:
+    """Weights after the steps at a constant rate, their channels scaled, and the state of the trainer."""
     begun = options.steps - options.qat_steps
     steady = {"steps": begun, "batch_size": 2, "final_lr_fraction": 1.0, "warmup_fraction": min(1, TEXT_WARMUP / begun)}
-    base = trainer_of(options, data, 0, run / "base", **steady, **shared)
+    base = trainer_of(options, data, 0, run, **steady, **TEXT_RATES)
     train(base, begun)
-    weights, state = spread(base.model.state_dict(), options.spread), base.state_dict()
+    return spread(base.model.state_dict(), options.spread), base.state_dict()
 
-    def finished(order: int, mode: str) -> K3:
+
+def trained_pair(options: Options, data: Prepared, order: int, start: Start, run: Path) -> dict[str, Any]:
+    """The same steps over the same text twice, without QAT and with it."""
+    weights, state = start
+
+    def finished(mode: str) -> K3:
         falling = {"steps": options.qat_steps, "batch_size": 1, "final_lr_fraction": 0.0, "warmup_fraction": 0.0}
-        trainer = trainer_of(options, data, order, run / f"{order}-{mode}", qat=mode, **falling, **shared)
+        trainer = trainer_of(options, data, order, run / f"{order}-{mode}", qat=mode, **falling, **TEXT_RATES)
         trainer.model.load_state_dict(weights)
         for name in ("optimizer", "balancer", "clip"):
             getattr(trainer, name).load_state_dict(copy.deepcopy(state[name]))
@@ -208,12 +235,11 @@ def pairs(options: Options, data: Prepared, run: Path) -> Iterator[dict[str, Any
         assert isinstance(trainer.model, K3)
         return trainer.model
 
-    for order in range(1, options.rounds + 1):
-        scores = []
-        for mode in ("off", "w4a16"):
-            model = finished(order, mode)
-            scores += [1000 * bits(options, data, model, served, "ceil") for served in ("off", "w4a16")]
-        yield pair(str(order), *scores)
+    scores = []
+    for mode in ("off", "w4a16"):
+        model = finished(mode)
+        scores += [1000 * bits(options, data, model, served, "ceil") for served in ("off", "w4a16")]
+    return pair(str(order), *scores)
 
 
 def pair(order: str, exact: float, afterwards: float, masters: float, trained: float) -> dict[str, Any]:

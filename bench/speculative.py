@@ -7,10 +7,11 @@
 
 Every contender answers the same prompts greedily. The draft knows the answers beforehand, so a share `--right` of its
 tokens is right and the rest is not: that is no property of a draft, it is how far one pays. `pass` is the time of a
-step with drafts over that of a step without; a draft pays where it gets more tokens right than `pays above`. `trained`
-is the same with a draft of the size that `nanok3 draft` makes, which reads along and guesses as ever; what it guesses
-is replaced by what is right. Answers
-are compared before anything is timed. The last line is what a rollback keeps of each token, beside a copy of the state.
+step with drafts over that of a step without; a draft pays where it gets more tokens right than `pays above`, and makes
+half as many tokens again where it gets more than `half more above`, which may be more than it guesses. `trained` is
+the same with a draft of the size that `nanok3 draft` makes, which reads along and guesses as ever; what it guesses is
+replaced by what is right. Answers are compared before anything is timed. The last line is what a rollback keeps of each
+token, beside a copy of the state.
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ def main(options: Options) -> None:
                 "ms_per_step": 1e3 * step[name],
                 "pass": None if name == "plain" else price,
                 "pays_above": None if name == "plain" else price - 1,
+                "half_more_above": None if name == "plain" else 1.5 * price - 1,
             }
 
         table.add(rows_of(f"batch {batch}", seconds, "plain", more))

@@ -99,6 +99,16 @@ class _Call(ctypes.Structure):
     ]
 
 
+class Chain(ctypes.Structure):
+    """What a draft adds to its one block; see cpu/decode_plan.h."""
+
+    _fields_ = [
+        *_fields(_Matrix, "table combine"),
+        *_fields(_Vector, "token_norm feature_norm"),
+        *_fields(ctypes.c_void_p, "features counts said workspace"),
+    ]
+
+
 def available() -> bool:
     """Whether the library could be built here."""
     return native.available("decode")
@@ -108,11 +118,13 @@ def available() -> bool:
 def _library() -> Any:
     library = native.load("decode")
     assert library is not None, "callers ask `available` first"
-    for call in (library.decode, library.decode_replay):
+    for call in (library.decode, library.decode_replay, library.decode_chain):
         call.argtypes, call.restype = [ctypes.c_void_p], None
-    library.decode_workspace.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    library.decode_workspace.restype = library.decode_record_size.restype = ctypes.c_int64
-    for which, record in enumerate((Model, Layer, _Sequence, _Call)):
+    library.decode_chain.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    for size in (library.decode_workspace, library.chain_workspace):
+        size.argtypes, size.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+    library.decode_record_size.restype = ctypes.c_int64
+    for which, record in enumerate((Model, Layer, _Sequence, _Call, Chain)):
         assert library.decode_record_size(which) == ctypes.sizeof(record), f"{record.__name__} is not its mirror"
     return library
 
@@ -266,7 +278,7 @@ class Decoder:
     def __init__(self, model: Model, layout: MemoryLayout) -> None:
         self.model, self.layout = model, layout
         self._call = _Call(model=ctypes.addressof(model))
-        self._workspace = torch.empty(0)
+        self._workspace = self._chain_workspace = torch.empty(0)
 
     def run(
         self,
@@ -299,6 +311,59 @@ class Decoder:
         for sequence, count in zip(sequences, rows):
             sequence.tokens += count
         return logits, hidden, taps
+
+    def guess(
+        self,
+        chain: Chain,
+        features: Float[Tensor, "N D"],
+        ids: Sequence[int],
+        sequences: Sequence[SequenceMemory],
+        rows: Sequence[int],
+        counts: Sequence[int],
+    ) -> list[list[int]]:
+        """Read rows as `run` does, each with the feature before it, and guess counts[i] tokens of sequences[i], which
+        must not rise; -1 where no logit was the largest. What is read of guesses lies in the pages, behind `tokens`,
+        which only the given rows move on. ValueError before anything is moved on."""
+        tokens = self._checked(torch.tensor(ids), sequences, rows, ())
+        self._check_chain(features, len(tokens), rows, counts)
+        for sequence, own, count in zip(sequences, rows, counts):
+            sequence.prepare(own + count - 1)
+            sequence.record.rows = own
+        self._reserve(len(tokens))
+        call, taps, place = (
+            self._call,
+            torch.empty(len(tokens), self.model.hidden),
+            array("q", [self.model.layer_count]),
+        )
+        records, wanted = array("q", [sequence.address for sequence in sequences]), array("q", counts)
+        said = array("q", bytes(8 * len(counts) * counts[0]))
+        call.tapped, call.tap_count, call.taps = place.buffer_info()[0], 1, taps.data_ptr()
+        call.sequences, call.sequence_count = records.buffer_info()
+        call.ids, call.rows = tokens.buffer_info()
+        call.hidden, call.threads = None, torch.get_num_threads()
+        chain.features, chain.workspace = features.data_ptr(), self._room_for_chains().data_ptr()
+        chain.counts, chain.said = wanted.buffer_info()[0], said.buffer_info()[0]
+        _library().decode_chain(ctypes.byref(call), ctypes.byref(chain))
+        for sequence, own in zip(sequences, rows):
+            sequence.tokens += own
+        return [list(said[i * counts[0] : i * counts[0] + count]) for i, count in enumerate(counts)]
+
+    def _check_chain(self, features: Tensor, tokens: int, rows: Sequence[int], counts: Sequence[int]) -> None:
+        if len(counts) != len(rows) or min(counts) < 1 or list(counts) != sorted(counts, reverse=True):
+            raise ValueError(
+                f"{len(rows)} sequences want {list(counts)} guesses; each must want at least 1, and none more than the "
+                f"one before"
+            )
+        shape, given = (tokens, self.model.hidden), tuple(features.shape)
+        if given != shape or features.dtype != torch.float32 or not features.is_contiguous() or not features.is_cpu:
+            raise ValueError(f"features is {features.dtype} of shape {given}; it must be float32 {shape}, contiguous")
+
+    def _room_for_chains(self) -> Tensor:
+        """For as many rows as the workspace has room for."""
+        size = _library().chain_workspace(ctypes.byref(self.model), self._call.capacity)
+        if len(self._chain_workspace) != size:
+            self._chain_workspace = torch.zeros(size)
+        return self._chain_workspace
 
     def replay(self, sequences: Sequence[SequenceMemory], rows: Sequence[int]) -> None:
         """Move the KDA memory of each on by the first rows of its tape."""

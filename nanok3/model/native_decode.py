@@ -162,6 +162,22 @@ class NativeDecoder:
             self._build()
         return Step(*self._decoder.run(ids, sequences, rows, wanted, hidden, tapped))
 
+    def guess(
+        self,
+        chain: Any,
+        features: Float[Tensor, "N D"],
+        ids: Sequence[int],
+        sequences: Sequence[SequenceMemory],
+        rows: Sequence[int],
+        counts: Sequence[int],
+    ) -> list[list[int]]:
+        """Read rows of every sequence, each with the feature before it, and go on guessing: counts[i] tokens of
+        sequences[i], which must not rise; see kernels/decode_cpu.py. chain: what a draft has before its block, from
+        `chain_record`."""
+        if self._moved():
+            self._build()
+        return self._decoder.guess(chain, features, ids, sequences, rows, counts)
+
     def tape(self, rows: int) -> Float[Tensor, "layers rows width"]:
         """One with room for as many rows of a sequence."""
         from nanok3.kernels.decode_cpu import TAPE
@@ -317,6 +333,15 @@ def _model_record(model: K3) -> Any:
         record.final_mix_query = vector(backbone.output_attn_res_proj.weight)
     record.kept = layers  # the pointer alone would not keep them
     return record
+
+
+def chain_record(table: Tensor, combine: Tensor, token_norm: Tensor, feature_norm: Tensor) -> Any:
+    """Of a draft: the model's embedding, the matrix over a token and the feature before it, and their norms; by
+    address, so it is to be made anew where a weight may have moved."""
+    from nanok3.kernels.decode_cpu import Chain, matrix, vector
+
+    norms = {"token_norm": vector(token_norm), "feature_norm": vector(feature_norm)}
+    return Chain(table=matrix(table), combine=matrix(combine), **norms)
 
 
 def _sizes(cfg: K3Config) -> dict[str, Any]:

@@ -12,8 +12,8 @@ t - j and the chain's own j rows behind them: the causal scores shifted by j, an
 The tokens of a chain are those of the text. Rows of packed documents never see each other.
 
 What is logged on held-out text: the mean chance by position in the chain, and the accepted length it gives,
-1 + sum_k prod_(j <= k) chance_j along each chain. Ours: AdamW and its rate, the floor of the loss, and weights that
-stay in float32 (the report rounds a draft's experts as it does the model's).
+1 + sum_k prod_(j <= k) chance_j along each chain. Where the model was trained for MXFP4 experts, the draft's are, too
+(posttrain/draft_run.py); their inputs are not rounded. Ours: AdamW and its rate, and the floor of the loss.
 """
 
 from __future__ import annotations

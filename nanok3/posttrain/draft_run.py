@@ -1,8 +1,10 @@
 """A run of draft training: steps over a run's own text, held-out acceptance every so often, files that can be used and
 gone on from at any time.
 
-    OUT/draft.json, draft.safetensors    the draft as it is (serve/draft_folder.py), with its acceptance
-    OUT/training.pt                      weights, optimizer, place in the data and step: `resume` goes on bit for bit
+    OUT/draft.json, draft.safetensors    the draft as it is (serve/draft_folder.py), with its acceptance; with QAT its
+                                         experts as they are rounded
+    OUT/training.pt                      weights as they were before, optimizer, place in the data and step: `resume`
+                                         goes on bit for bit
     OUT/metrics.jsonl                    the loss of each step, and what was measured
 """
 
@@ -25,6 +27,7 @@ from nanok3.model.decoder import K3
 from nanok3.model.mtp import Draft, prediction_of
 from nanok3.posttrain.draft import Acceptance, losses, mean_loss, measure, read
 from nanok3.posttrain.draft_settings import DraftSettings
+from nanok3.quant.qat import QAT
 from nanok3.serve.draft_folder import WEIGHTS, save_draft
 from nanok3.serve.generate import unbroken
 from nanok3.train.loop import Batches
@@ -51,7 +54,8 @@ class DraftRun:
         if (out / WEIGHTS).exists() and not resume:
             raise ValueError(f"out: {out} holds a draft; add --resume, or choose another folder")
         self.model = model.requires_grad_(False).eval()
-        self.loader, self.held_out, self.settings, self.out, self.say = loader, held_out, settings, out, say
+        self.settings = settings = settings.of_model({})
+        self.loader, self.held_out, self.out, self.say = loader, held_out, out, say
         self.batches = iter(loader)
         self.device = model.lm_head.weight.device
         torch.manual_seed(settings.seed)
@@ -63,6 +67,7 @@ class DraftRun:
         state = self._saved() if resume else None
         if state is not None:
             self.draft.load_state_dict(state["draft"])
+        self.qat = QAT(self.draft, self.settings.qat, self.settings.qat_scale_rule)
         self.optimizer = torch.optim.AdamW(self.draft.parameters(), settings.lr, (0.9, 0.95), weight_decay=0.0)
         if state is not None:
             self.step = state["step"]
@@ -109,18 +114,21 @@ class DraftRun:
         total = 0.0
         for _ in range(self.settings.rows):
             batch = next(self.batches).to(self.device)
-            loss = mean_loss(losses(self.model, self.draft, read(self.model, batch), self.settings.unroll))
-            (loss / self.settings.rows).backward()
+            with self.qat.projected():
+                loss = mean_loss(losses(self.model, self.draft, read(self.model, batch), self.settings.unroll))
+                (loss / self.settings.rows).backward()
             total += loss.item() / self.settings.rows
         nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.settings.steps, self.settings.lr, 0.02, 0.1)
         self.optimizer.step()
+        self.qat.stepped()
         self.optimizer.zero_grad()
         return total
 
     def _measure(self, loss: float | None = None) -> None:
-        self.found = measure(self.model, self.draft, self.held_out, self.settings.unroll)
+        with self.qat.projected():
+            self.found = measure(self.model, self.draft, self.held_out, self.settings.unroll)
         chances = self.found.by_position
         self._record(kind="eval", acceptance=chances, accepted_length=self.found.accepted_length)
         kept = " ".join(f"{chance:.0%}" for chance in chances)
@@ -136,7 +144,9 @@ class DraftRun:
         """The draft, then what goes on from it."""
         length = self.found.accepted_length
         facts = {"step": self.step, "acceptance": self.found.by_position, "accepted_length": length}
-        save_draft(self.draft, self.out, facts)
+        facts |= {"qat": self.settings.qat}
+        with self.qat.projected():
+            save_draft(self.draft, self.out, facts)
         settings = {**asdict(self.settings), "eval_every": 0, "save_every": 0}
         parts = {"draft": self.draft, "optimizer": self.optimizer, "loader": self.loader}
         state = {name: part.state_dict() for name, part in parts.items()}  # type: ignore[attr-defined]

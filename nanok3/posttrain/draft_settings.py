@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,21 @@ class DraftSettings:
     """Guesses in a row that are trained."""
     seed: int = 0
     """Of the first weights and of the order of the text."""
+    qat: Literal["auto", "off", "w4a16"] = "auto"
+    """Whether its experts are trained for MXFP4; auto: where the model was. Its inputs stay as they are."""
+    qat_scale_rule: Literal["auto", "ceil", "floor", "even"] = "auto"
+    """How a block of 32 gets its power of two; auto: as the model was trained, else ceil."""
     eval_every: int = 100
     """Steps between two looks at held-out text."""
     save_every: int = 50
     """Steps between two savings."""
+
+    def of_model(self, trained: dict[str, Any]) -> DraftSettings:
+        """What `auto` stands for beside a model that was trained with these settings."""
+        rounds = trained.get("qat", "off") != "off"
+        qat = ("w4a16" if rounds else "off") if self.qat == "auto" else self.qat
+        rule = trained.get("qat_scale_rule", "ceil") if self.qat_scale_rule == "auto" else self.qat_scale_rule
+        return replace(self, qat=qat, qat_scale_rule=rule)
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "rows": 1, "seq_len": 2, "unroll": 1, "seed": 0, "eval_every": 1, "save_every": 1}

@@ -3,8 +3,9 @@
     row t of the draft    from token t and the model's feature of token t - 1; it says token t + 1
     after a piece         the features of its tokens are kept; their rows are computed when a guess is wanted, or when
                           a multiple of 8 tokens has been read
-    a proposal            the rows that are owed and that of the last token, of all sequences in one call; then one row
-                          a guess and sequence, a call each, which go on with the draft's own h
+    a proposal            the rows that are owed and that of the last token, of all sequences; then one row a guess and
+                          sequence, which go on with the draft's own h: all in one native call where the likeliest
+                          are wanted, a call each where guesses are drawn
 
 The draft has no KDA layer, so all it remembers of a token is one latent row, and that lies in a page as one MLA layer
 more. So it is shared, evicted, brought back and freed together with the model's. Rows of guesses are overwritten by
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,7 +30,7 @@ from nanok3.model.basics import at_least_float32
 from nanok3.model.cache import LatentCache
 from nanok3.model.decoder import K3
 from nanok3.model.mtp import Draft, layer_config
-from nanok3.model.native_decode import NativeDecoder
+from nanok3.model.native_decode import NativeDecoder, chain_record
 from nanok3.serve.arena import Arena
 from nanok3.serve.sampler import draw, tempered, truncate
 from nanok3.serve.scheduler import Work
@@ -116,7 +117,7 @@ class DraftModel:
         if reading.end // OWED > start // OWED:
             owed = self._owed(sequence, reading, reading.end)
             if owed is not None:
-                self._compute([owed[0]], owed[1])
+                self._compute([owed[0]], owed[1], say=False)
 
     def _reading(self, sequence: Sequence, start: int) -> _Reading:
         """That of a sequence of which the tokens before `start` are read; anew where others were."""
@@ -139,18 +140,19 @@ class DraftModel:
     # ---------------------------------------------------------------- rows
 
     def _compute(
-        self, spans: list[_Span], features: Float[Tensor, "rows D"]
-    ) -> tuple[Float[Tensor, "n vocab"], Float[Tensor, "n D"]]:
-        """Put rows into the pages, each with the feature before it: the logits and h of each span's last."""
+        self, spans: list[_Span], features: Float[Tensor, "rows D"], say: bool = True
+    ) -> tuple[Float[Tensor, "said vocab"], Float[Tensor, "n D"]]:
+        """Put rows into the pages, each with the feature before it: the logits and h of each span's last. Where nothing
+        is to be said, the native call leaves out the head, and so there are no logits."""
         counts = [len(span.ids) for span in spans]
         fits = self._native is not None and max(counts) <= ROWS
         if fits and len(spans) <= SEQUENCES:
-            return self._together(spans, counts, features)
+            return self._together(spans, counts, features, say)
         parts = zip(spans, counts, features.split(counts))
-        found = [self._together([s], [n], x) if fits else self._alone(s, x) for s, n, x in parts]
+        found = [self._together([s], [n], x, say) if fits else self._alone(s, x) for s, n, x in parts]
         return torch.cat([logits for logits, _ in found]), torch.cat([h for _, h in found])
 
-    def _together(self, spans: list[_Span], counts: list[int], features: Tensor) -> tuple[Tensor, Tensor]:
+    def _together(self, spans: list[_Span], counts: list[int], features: Tensor, say: bool) -> tuple[Tensor, Tensor]:
         """In one native call. The block's input is made here in few operations: on small models it takes as long as
         the block."""
         assert self._native is not None
@@ -159,10 +161,7 @@ class DraftModel:
         x = at_least_float32(torch.stack((embedded, features.to(embedded.dtype))))
         x = x * (x.square().mean(-1, keepdim=True) + self.draft.cfg.rms_norm_eps).rsqrt() * self._norms
         self._inputs[:rows] = self.draft.layer.eh_proj(torch.cat((x[0], x[1]), dim=1).to(embedded.dtype))
-        memories = self._memories[: len(spans)]
-        for memory, span in zip(memories, spans):
-            memory.pages, memory.tokens = span.sequence.pages, span.start
-        step = self._native.step(self._rows[:rows], memories, counts, tapped=[1])
+        step = self._native.step(self._rows[:rows], self._at(spans), counts, None if say else (), tapped=[1])
         assert step.taps is not None
         h = step.taps[:, 0]
         return step.logits, h if rows == len(spans) else h[[end - 1 for end in itertools.accumulate(counts)]]
@@ -185,14 +184,20 @@ class DraftModel:
     def propose(self, wishes: list[Wish]) -> list[list[Guess]]:
         found: list[list[Guess]] = [[] for _ in wishes]
         going, spans, before = [], [], []
-        for place, wish in enumerate(wishes):
-            sequence = wish.sequence
+        for place in sorted(range(len(wishes)), key=lambda i: -wishes[i].count):
+            sequence = wishes[place].sequence
             owed = self._owed(sequence, self._reading(sequence, sequence.computed), sequence.computed + 1)
             if owed is not None:
                 going.append(place)
                 spans.append(owed[0])
                 before.append(owed[1])
         features = torch.cat(before) if going else torch.empty(0)
+        fits = 0 < len(spans) <= SEQUENCES and max(len(span.ids) for span in spans) <= ROWS
+        if self._native is not None and fits and not any(wishes[place].drawn for place in going):
+            counts = [wishes[place].count for place in going]
+            for place, ids in zip(going, self._chained(spans, features, counts)):
+                found[place] = [Guess(token) for token in itertools.takewhile(lambda token: token >= 0, ids)]
+            return found
         while going:
             logits, h = self._compute(spans, features)
             rows = self._guessed(logits, going, wishes, found)
@@ -200,6 +205,24 @@ class DraftModel:
             spans = [_next(wishes[place], found[place]) for place in going]
             features = h if len(rows) == len(h) else h[rows]
         return found
+
+    def _chained(self, spans: list[_Span], features: Float[Tensor, "rows D"], counts: list[int]) -> list[list[int]]:
+        """The likeliest of all guesses in one native call; counts do not rise."""
+        assert self._native is not None
+        layer = self.draft.layer
+        table = self.model.model.embed_tokens.weight.detach()
+        chain = chain_record(table, layer.eh_proj.weight, layer.enorm.weight, layer.hnorm.weight)
+        ids = [token for span in spans for token in span.ids]
+        memories = self._at(spans)
+        rows = [len(span.ids) for span in spans]
+        return self._native.guess(chain, features.float().contiguous(), ids, memories, rows, counts)
+
+    def _at(self, spans: list[_Span]) -> list[Any]:
+        """The memories of a call, each where its span begins."""
+        memories = self._memories[: len(spans)]
+        for memory, span in zip(memories, spans):
+            memory.pages, memory.tokens = span.sequence.pages, span.start
+        return memories
 
     def _guessed(
         self, logits: Float[Tensor, "n vocab"], going: list[int], wishes: list[Wish], found: list[list[Guess]]

@@ -54,7 +54,9 @@ def main(args: DraftArgs) -> None:
     if args.held_out < 1:
         raise ValueError(f"held_out is {args.held_out}; it must be at least 1")
     opened = args.open()
-    data = Prepared(args.data or data_of(opened.folder, settings_of(run_of(opened.folder))))
+    settings = settings_of(run_of(opened.folder))
+    data = Prepared(args.data or data_of(opened.folder, settings))
+    train = args.train.of_model(settings.get("train", {}))
     if data.manifest["vocab_size"] != opened.model.cfg.vocab_size:
         theirs, ours = data.manifest["vocab_size"], opened.model.cfg.vocab_size
         raise ValueError(f"data: {data.folder} has a vocabulary of {theirs}, the model of {ours}")
@@ -62,13 +64,14 @@ def main(args: DraftArgs) -> None:
     if not texts:
         raise ValueError(f"data: {data.folder} has no source of text without pictures")
     sources, weights = zip(*texts)
-    loader = MixtureLoader(sources, weights, 1, args.train.seq_len, args.train.seed)
-    rows = held_out_rows(data, args.train.seq_len, args.held_out)
+    loader = MixtureLoader(sources, weights, 1, train.seq_len, train.seed)
+    rows = held_out_rows(data, train.seq_len, args.held_out)
     learned = load_prediction(opened.model, opened.folder)
-    run = DraftRun(opened.model, loader, rows, args.train, args.out, print, args.resume)
+    run = DraftRun(opened.model, loader, rows, train, args.out, print, args.resume)
     count = sum(p.numel() for p in run.draft.parameters())
     begun = "fresh weights" if learned is None else "the model's prediction layer"
-    print(f"a draft of {count:,} parameters, from {begun}")
+    rounded = "" if train.qat == "off" else f"; its experts trained for MXFP4, scales by {train.qat_scale_rule}"
+    print(f"a draft of {count:,} parameters, from {begun}{rounded}")
     print(f"kept: the chance of guess 1, 2, ... on {len(rows)} rows of held-out text")
     run.fit()
     print(f"{args.out}: nanok3 serve {args.model} --draft {args.out}")

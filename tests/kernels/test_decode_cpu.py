@@ -10,7 +10,8 @@ from nanok3.config import K3Config
 from nanok3.kernels import decode_cpu, native
 from nanok3.kernels.decode_cpu import MemoryLayout, SequenceMemory, refusal
 from nanok3.model.decoder import K3
-from nanok3.model.native_decode import NativeDecoder
+from nanok3.model.mtp import PredictionLayer, layer_config
+from nanok3.model.native_decode import NativeDecoder, chain_record
 
 pytestmark = pytest.mark.skipif(not native.available("decode"), reason="no C++ compiler builds the kernel here")
 
@@ -83,6 +84,31 @@ def test_calls_that_do_not_add_up_are_refused(unchecked):
     assert not any(x.any() for x in (*one.recurrent, *one.conv, *one.latents))
     out = decoder.step(ids, [one, other], [2, 1], wanted=())
     assert out.logits.shape == (0, 512) and (one.tokens, other.tokens) == (2, 1)
+
+
+def test_chains_that_do_not_add_up_are_refused(unchecked):
+    cfg = layer_config(K3Config.tiny(vocab_size=512, **_special()))
+    decoder, draft = NativeDecoder(K3(cfg)), PredictionLayer(cfg)
+    table = decoder.model.model.embed_tokens.weight
+    chain = chain_record(table, draft.eh_proj.weight, draft.enorm.weight, draft.hnorm.weight)
+    one, other = (_memory(decoder) for _ in range(2))
+    features = torch.zeros(3, cfg.hidden_size)
+    wrong = [
+        ((features, [1, 2, 3], [one, other], [2, 1], [1, 2]), "2 sequences want .1, 2. guesses"),
+        ((features, [1, 2, 3], [one, other], [2, 1], [1, 0]), "2 sequences want .1, 0. guesses"),
+        ((features, [1, 2, 3], [one, other], [2, 1], [1]), "2 sequences want .1. guesses"),
+        ((features[:2], [1, 2, 3], [one, other], [2, 1], [1, 1]), r"features is torch.float32 of shape \(2, "),
+        ((features.double(), [1, 2, 3], [one, other], [2, 1], [1, 1]), "features is torch.float64"),
+        ((features.T.contiguous().T, [1, 2, 3], [one, other], [2, 1], [1, 1]), "must be float32 .*, contiguous"),
+        ((features, [1, 2, 512], [one, other], [2, 1], [1, 1]), "ids holds 512"),
+        ((features, [1, 2, 3], [one, other], [2, 1], [8, 1]), "no room for 9 tokens after 0"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            decoder.guess(chain, *arguments)
+    assert one.tokens == other.tokens == 0 and not any(x.any() for x in (*one.latents, *other.latents))
+    said = decoder.guess(chain, features, [1, 2, 3], [one, other], [2, 1], [7, 2])
+    assert [len(guesses) for guesses in said] == [7, 2] and (one.tokens, other.tokens) == (2, 1)
 
 
 def _special() -> dict[str, int]:

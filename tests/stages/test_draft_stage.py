@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -21,6 +22,7 @@ from nanok3.model.decoder import K3
 from nanok3.model.mtp import Draft, attach, load_prediction, save_prediction
 from nanok3.posttrain.draft_run import DraftRun
 from nanok3.posttrain.draft_settings import DraftSettings
+from nanok3.quant.mxfp import MXFP4, project
 from nanok3.serve.draft_folder import load_draft, read_facts
 from nanok3.stages.draft import DraftArgs, main
 from nanok3.stages.serve import ServeArgs, open_app
@@ -103,6 +105,29 @@ def test_after_ctrl_c_it_goes_on_as_if_nothing_had_been(
     assert command(["draft", str(run), "--out", str(out), *FLAGS, "--resume"]) == 0
     ours, theirs = (load_file(folder / "draft.safetensors") for folder in (out, made))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_draft_of_a_model_for_mxfp4_is_one_too(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is saved is rounded by the model's rule, what training goes on from is not."""
+    four = tmp_path / "run"
+    shutil.copytree(run, four)
+    train = {"qat": "w4a8", "qat_scale_rule": "floor"}
+    (four / "config.yaml").write_text(json.dumps({"settings": {"data": str(run.parent / "data"), "train": train}}))
+    assert command(["draft", str(four), "--out", str(tmp_path / "d"), *FLAGS]) == 0
+    assert "its experts trained for MXFP4, scales by floor" in capsys.readouterr().out
+    assert read_facts(tmp_path / "d")["qat"] == "w4a16"
+    saved = load_file(tmp_path / "d" / "draft.safetensors")
+    masters = torch.load(tmp_path / "d" / "training.pt", weights_only=True)["draft"]
+    experts = [name for name in saved if re.search(r"experts\.w[123]$", name) and "shared" not in name]
+    assert len(experts) == 3
+    for name, value in saved.items():
+        expected = project(masters[name], MXFP4, "floor") if name in experts else masters[name]
+        assert torch.equal(value, expected) and (name not in experts or not torch.equal(value, masters[name]))
+    plain = [*FLAGS, "--train.qat", "off"]
+    assert command(["draft", str(four), "--out", str(tmp_path / "d"), *plain, "--resume"]) == 2
+    assert "qat is off" in capsys.readouterr().err
+    assert DraftSettings(qat="w4a16").of_model({}).qat_scale_rule == "ceil"
+    assert DraftSettings(qat="off", qat_scale_rule="even").of_model(train).qat_scale_rule == "even"
 
 
 def test_a_server_guesses_with_it(run: Path, made: Path) -> None:

@@ -12,11 +12,12 @@ namespace {
 
 class Decoder {
  public:
-  Decoder(const Call& call, Member team)
+  Decoder(const Call& call, Member& team)
       : c_(call), m_(*call.model), b_(m_, call.capacity, call.workspace), N_(call.rows), team_(team), depth_(m_, b_, call.capacity) {}
 
-  void run() {
-    embed();
+  void run(const Chain* chain = nullptr) {
+    if (chain) combine(*chain);
+    else embed();
     int64_t kda = 0, mla = 0;
     for (int64_t i = 0; i < m_.layer_count; ++i) {
       const Layer& l = m_.layers[i];
@@ -37,6 +38,25 @@ class Decoder {
     team_.share(N_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
         read_row(m_.embedding.data, c_.ids[r] * m_.hidden, Type(m_.embedding.format), int(m_.hidden), int(m_.hidden), depth_.running(r));
+    });
+  }
+
+  // The block's input: combine [norm(embedding) ; norm(feature before)].
+  void combine(const Chain& chain) {
+    const int64_t D = m_.hidden, stride = padded(2 * D);
+    team_.share(N_, 1, [&](int64_t begin, int64_t end) {
+      float* token = scratch(size_t(3 * D));
+      const float *token_norm = chain.token_norm.floats(0, D, token + D), *norm = chain.feature_norm.floats(0, D, token + 2 * D);
+      for (int64_t r = begin; r < end; ++r) {
+        float* joined = chain.workspace + r * stride;
+        read_row(chain.table.data, c_.ids[r] * D, Type(chain.table.format), int(D), int(D), token);
+        rms_norm(token, D, token_norm, m_.eps, joined);
+        rms_norm(chain.features + r * D, D, norm, m_.eps, joined + D);
+      }
+    });
+    team_.share(D, kPiece, [&](int64_t begin, int64_t end) {
+      dot_rows(chain.combine, 0, begin, end, N_, [&](int64_t r) { return chain.workspace + r * stride; },
+               [&](int64_t r) { return depth_.running(r); });
     });
   }
 
@@ -173,8 +193,78 @@ class Decoder {
   const Model& m_;
   const Buffers b_;
   const int64_t N_;
-  Member team_;
+  Member& team_;
   Depth depth_;
+};
+
+// Where the largest of n numbers stands for the first time; -1 if one is NaN.
+int64_t largest(const float* x, int64_t n) {
+  float most = x[0];
+  bool usable = true;
+  for (int64_t i = 0; i < n; ++i) {
+    usable &= x[i] == x[i];
+    most = x[i] > most ? x[i] : most;
+  }
+  for (int64_t i = 0; usable && i < n; ++i)
+    if (x[i] == most) return i;
+  return -1;
+}
+
+// The calls of a chain, one a guess, made before any of them runs: the first reads the rows it was given, each later one
+// a row of every sequence that wants more. What one has guessed is the next one's token, its h the feature before that.
+class Links {
+ public:
+  Links(const Call& call, const Chain& chain) : chain_(chain), ids_(size_t(call.sequence_count)) {
+    const int64_t count = chain.counts[0], D = call.model->hidden;
+    float* room = chain.workspace + call.capacity * padded(2 * D);
+    h_ = room, logits_ = room + call.sequence_count * D, last_.reserve(size_t(call.sequence_count));
+    int64_t row = 0;
+    for (int64_t s = 0; s < call.sequence_count; ++s) last_.push_back((row += call.sequences[s]->rows) - 1), first_.push_back(s);
+    sequences_.reserve(size_t(count * call.sequence_count)), places_.reserve(sequences_.capacity());
+    for (int64_t k = 0; k < count; ++k) {
+      Call link = call;
+      link.logits = logits_, link.chosen = k ? first_.data() : last_.data();
+      link.sequences = places_.data() + places_.size();
+      link.sequence_count = 0;
+      for (int64_t s = 0; s < call.sequence_count && chain.counts[s] > k; ++s, ++link.sequence_count) {
+        sequences_.push_back(*call.sequences[s]);
+        Sequence& own = sequences_.back();
+        if (k) own.tokens += own.rows + k - 1, own.rows = 1;
+        places_.push_back(&own);
+      }
+      if (k) link.rows = link.sequence_count, link.ids = ids_.data();
+      link.chosen_count = link.sequence_count;
+      calls_.push_back(link);
+    }
+  }
+
+  void run(Member& team) const {
+    for (size_t k = 0; k < calls_.size(); ++k) {
+      const Call& call = calls_[k];
+      Chain own = chain_;
+      if (k) own.features = h_;
+      Decoder(call, team).run(&own);
+      team.share(call.sequence_count, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t s = begin; s < end; ++s) say(call, s, int64_t(k));
+      });
+    }
+  }
+
+ private:
+  void say(const Call& call, int64_t s, int64_t k) const {
+    const int64_t D = call.model->hidden, guess = largest(logits_ + s * call.model->vocab, call.model->vocab);
+    chain_.said[s * chain_.counts[0] + k] = guess;
+    ids_[size_t(s)] = guess < 0 ? 0 : guess;  // of what follows a NaN nothing is used
+    memcpy(h_ + s * D, call.taps + call.chosen[s] * D, size_t(D) * 4);
+  }
+
+  const Chain& chain_;
+  float *h_, *logits_;
+  mutable std::vector<int64_t> ids_;
+  std::vector<int64_t> last_, first_;
+  std::vector<Sequence> sequences_;
+  std::vector<Sequence*> places_;
+  std::vector<Call> calls_;
 };
 
 }  // namespace
@@ -187,6 +277,17 @@ int64_t decode_workspace(const Model* model, int64_t rows) { return Buffers(*mod
 // Reads all rows into their sequences' memory, and writes the logits of the chosen ones.
 void decode(const Call* call) {
   Team::run(int(call->threads), [&](Member team) { Decoder(*call, team).run(); });
+}
+
+// Floats of workspace that chains of up to `rows` rows need beside a call's.
+int64_t chain_workspace(const Model* model, int64_t rows) {
+  return rows * (padded(2 * model->hidden) + model->hidden + model->vocab);
+}
+
+// Reads all rows and guesses on; the call's one tap is the last read.
+void decode_chain(const Call* call, const Chain* chain) {
+  const Links links(*call, *chain);
+  Team::run(int(call->threads), [&](Member team) { links.run(team); });
 }
 
 // Moves the KDA memory of all sequences on by `rows` rows each of their tapes.
@@ -203,7 +304,7 @@ void decode_replay(const Call* call) {
 
 // Sizes of the records, to be compared with their mirror.
 int64_t decode_record_size(int32_t which) {
-  const int64_t sizes[] = {sizeof(Model), sizeof(Layer), sizeof(Sequence), sizeof(Call)};
+  const int64_t sizes[] = {sizeof(Model), sizeof(Layer), sizeof(Sequence), sizeof(Call), sizeof(Chain)};
   return sizes[which];
 }
 

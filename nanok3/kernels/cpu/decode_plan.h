@@ -79,6 +79,17 @@ struct Call {
   int64_t threads;
 };
 
+// A draft that guesses in a chain: the model is its one block, whose input is made of a token and of the feature before
+// it; after a call's last rows each sequence goes on with what it has guessed and with its own h as the feature.
+struct Chain {
+  Matrix table, combine;    // the embedding, and (hidden, 2 hidden) over its norm and the feature's
+  Vector token_norm, feature_norm;
+  const float* features;    // before each row of the call, (rows, hidden)
+  const int64_t* counts;    // guesses of each sequence, falling or equal
+  int64_t* said;            // (sequences, counts[0]); -1 where no number was the largest
+  float* workspace;         // chain_workspace(model, capacity) floats, zero when it was made
+};
+
 // Everything a call computes on its way. Rows are padded to whole groups, and the padding stays zero: no two uses share
 // a place, or a NaN that one left in another's padding would reach a row it has nothing to do with.
 struct Buffers {
