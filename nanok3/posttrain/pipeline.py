@@ -37,6 +37,7 @@ from nanok3.posttrain.effort import TAUS, Budgets
 from nanok3.posttrain.evaluate import first_tasks, play, scores
 from nanok3.posttrain.mopd import distill
 from nanok3.posttrain.rl import RL, train
+from nanok3.posttrain.rl_report import write_rl_report
 from nanok3.posttrain.rl_settings import MopdSettings, RLSettings, RolloutSettings
 from nanok3.posttrain.sample import Problem
 from nanok3.posttrain.sft import cold_start, world_lessons
@@ -63,22 +64,24 @@ class Plan:
     facts_steps: int = 520
     """On the first domain alone, before all; 0 where it is the only one. The facts that domains share are learned where
     conversations are short: a general one has a quarter of the tokens of an agent's."""
-    cold_steps: int = 1800
-    max_iterations: int = 90
+    cold_steps: int = 700
+    max_iterations: int = 40
     """Of each expert of effort max."""
-    branch_iterations: int = 45
+    branch_iterations: int = 25
     """Of each expert of effort high or low."""
-    student_iterations: int = 200
-    student_prompts: int = 72
+    student_iterations: int = 100
+    student_prompts: int = 90
     """Answers of an iteration of the student; domains and efforts take turns."""
     draft_steps: int = 60
     """0 trains no draft."""
     eval_count: int = 200
     """Held-out answers for every number of the tables."""
-    problems: int = 256
+    problems: int = 128
     """Tasks of the training split of each domain, for experts and student."""
-    prompts: int = 16
+    prompts: int = 8
     """Tasks of an expert's iteration; each is answered eight times."""
+    max_tokens: int = 128
+    """Tokens of a turn at most."""
     seed: int = 0
 
     def times(self, factor: float) -> Plan:
@@ -106,8 +109,11 @@ QUICK = Plan(
     max_iterations=50,
     branch_iterations=25,
     student_iterations=50,
+    student_prompts=72,
     draft_steps=0,
     eval_count=300,
+    problems=256,
+    prompts=16,
 )
 """One domain and three efforts: meant for ten minutes."""
 
@@ -189,7 +195,7 @@ class Pipeline:
         """One of the nine; budgets are those of the cold start, measured once for each domain."""
         p, tau = self.plan, TAUS[name]
         iterations = p.max_iterations if effort == "max" else p.branch_iterations
-        rollout = RolloutSettings(prompts=p.prompts)
+        rollout = RolloutSettings(prompts=p.prompts, max_tokens=p.max_tokens)
         settings = RLSettings(
             iterations=iterations, eval_count=p.eval_count, problems=p.problems, rollout=rollout
         ).with_effort(effort=effort, tau=tau[effort], tau_start=None if effort == "max" else tau["max"])
@@ -199,15 +205,19 @@ class Pipeline:
         done: RL = train(
             start, self.tokenizer, self.domains[name], settings, folder, budgets, self.say, True, SENTENCES
         )
+        write_rl_report(folder)
         return {"before": asdict(done.scores[0]), "after": asdict(done.scores[-1]), "iterations": done.iteration}
 
     def _student(self, folder: Path) -> dict[str, Any]:
         teachers = {(d, e): self.out / f"{d}-{e}" / "model" for d in self.domains for e in EFFORTS}
         p = self.plan
         settings = MopdSettings(iterations=p.student_iterations, eval_count=p.eval_count, problems=p.problems)
-        settings = replace(settings, rollout=replace(settings.rollout, prompts=p.student_prompts))
+        settings = replace(
+            settings, rollout=replace(settings.rollout, prompts=p.student_prompts, max_tokens=p.max_tokens)
+        )
         student = added(self.model("cold"), (self.model(f"{name}-max") for name in self.domains))
         distill(student, self.tokenizer, teachers, self.domains, settings, folder, self.say, True, SENTENCES)
+        write_rl_report(folder)
         table = json.loads((folder / "table.json").read_text("utf-8"))
         return {"table": table, "samples": self._transcripts(self.model("student"))}
 
@@ -229,7 +239,7 @@ class Pipeline:
         """Samples of held-out tasks."""
         tasks = first_tasks(self.domains[name], count, "held-out", 0)
         problems = [Problem(n, self.domains[name], effort, tasks[n % len(tasks)]) for n in range(count)]
-        settings = replace(RolloutSettings(), samples=1, seed=1)
+        settings = RolloutSettings(samples=1, seed=1, max_tokens=self.plan.max_tokens)
         speaker = EngineSpeaker(open_engine(model.eval(), self.tokenizer, settings.in_flight))
         for group in play(speaker, self.tokenizer, problems, settings, SENTENCES):
             yield from group.samples
@@ -280,7 +290,7 @@ class Row:
 
 
 def table(steps: dict[str, Any]) -> list[Row]:
-    """The result, a row for each teacher."""
+    """The result, a row for each teacher; of a domain low first."""
 
     def short(found: dict[str, Any]) -> tuple[float, float, float]:
         return found["accuracy"], found["thinking"], found["output"]
@@ -294,7 +304,7 @@ def table(steps: dict[str, Any]) -> list[Row]:
             short(row["teacher"]),
             short(row["student"]),
         )
-        for row in steps["student"]["table"]
+        for row in sorted(steps["student"]["table"], key=lambda row: (row["domain"], EFFORTS.index(row["effort"])))
     ]
 
 

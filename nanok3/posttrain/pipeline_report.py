@@ -1,7 +1,7 @@
 """`report.html` of `nanok3 posttrain`: what was wanted and found, the table of teachers, how the experts learned, and
 answers before and after.
 
-Each part's own report lies in its folder and is linked.
+Each part's own report lies in its folder and is linked; a draft has none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from nanok3.train.svg import Axis, Line, escape, fit, line_chart
 
 STYLE = Path(report_pictures.__file__).with_name("report.css")
 SHARE = Axis("share right", 0.0, 1.0)
+CUT_OFF = """high and low begin as max, and their budget falls over the first half. An answer that reaches it is cut off
+there, which is not right."""
 
 
 def write_pipeline_report(out: Path, steps: dict[str, Any]) -> Path:
@@ -120,7 +122,7 @@ def curves(out: Path, steps: dict[str, Any]) -> str:
                 lines += [Line(effort, points, colour, "faint", False), Line(effort, smoothed(points, 0.1), colour)]
         if lines:
             x = fit("iteration", [p[0] for line in lines for p in line.points], pad=0)
-            found.append(figure(f"{name}: rollouts that are right", line_chart(lines, x, SHARE)))
+            found.append(figure(f"{name}: rollouts that are right", line_chart(lines, x, SHARE), CUT_OFF))
     return f'<div class="pictures">{"".join(found)}</div>' if found else ""
 
 
@@ -138,7 +140,7 @@ def transcripts(steps: dict[str, Any]) -> str:
 def parts(steps: dict[str, Any]) -> str:
     lines = []
     for name, facts in steps.items():
-        link = f'<a href="{escape(name)}/report.html">{escape(name)}</a>'
+        link = escape(name) if name == "draft" else f'<a href="{escape(name)}/report.html">{escape(name)}</a>'
         lines.append(f"<li>{link}: {facts['seconds']:.0f} s, {facts['cpu_seconds']:.0f} s of CPU time</li>")
     total, used = (sum(facts[name] for facts in steps.values()) / 60 for name in ("seconds", "cpu_seconds"))
     return f"<ul>{''.join(lines)}</ul><p>{total:.1f} minutes in all, {used:.1f} minutes of CPU time.</p>"
