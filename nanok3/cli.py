@@ -37,6 +37,7 @@ COMMANDS = {
     "envs": Command("envs", "EnvsArgs", "what a model can act in: list the tasks, play one"),
     "eval": Command("eval", "EvalArgs", "bits per byte beside zlib and xz, and a recall probe"),
     "agentic": Command("agentic", "AgenticArgs", "a model behind an OpenAI-compatible API plays environments"),
+    "judge": Command("judge", "JudgeArgs", "compare candidate answers with a model as the judge"),
     "generate": Command("generate", "GenerateArgs", "continue one prompt or a file of them"),
     "chat": Command("chat", "ChatArgs", "talk to a model in the terminal"),
     "serve": Command("serve", "ServeArgs", "a model behind an HTTP API that OpenAI's clients use"),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -175,11 +176,31 @@ def over_http(base: str, key: str = "", seconds: float = 120.0) -> Complete:
     def complete(request: dict[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         asked = urllib.request.Request(f"{base.rstrip('/')}/chat/completions", json.dumps(request).encode(), headers)
-        with urllib.request.urlopen(asked, timeout=seconds) as reply:
-            body: dict[str, Any] = json.load(reply)
-        return body
+        return _answer(asked, base, seconds)
 
     return complete
+
+
+def served_models(base: str, key: str = "", seconds: float = 120.0) -> list[str]:
+    """Names of the models behind `base`. ValueError where nobody answers."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    listed = _answer(urllib.request.Request(f"{base.rstrip('/')}/models", headers=headers), base, seconds)
+    return [str(model["id"]) for model in listed.get("data", ())]
+
+
+def _answer(asked: urllib.request.Request, base: str, seconds: float) -> dict[str, Any]:
+    """The JSON of a reply. ValueError with what the server says, or that there is none."""
+    try:
+        with urllib.request.urlopen(asked, timeout=seconds) as reply:
+            body: dict[str, Any] = json.load(reply)
+    except urllib.error.HTTPError as error:
+        said = error.read(2000).decode("utf-8", "replace")
+        hint = "api_key: " if error.code in (401, 403) else ""
+        raise ValueError(f"{hint}{base} answers {error.code}: {said}") from None
+    except (urllib.error.URLError, TimeoutError) as error:
+        reason = getattr(error, "reason", error)
+        raise ValueError(f"base_url: {base} cannot be reached ({reason}); is the server running?") from None
+    return body
 
 
 @dataclass(frozen=True)
