@@ -26,6 +26,9 @@ class Kind(Enum):
     LATENT = "latent"
     SNAPSHOT = "snapshot"
 
+    __hash__ = object.__hash__
+    """That of an Enum takes a call in Python each time."""
+
 
 @dataclass(frozen=True)
 class PageLayout:
@@ -81,7 +84,7 @@ class PagePool:
         self._holders = [0] * pages
         self._kind: list[Kind | None] = [None] * pages
         self._used = dict.fromkeys(Kind, 0)
-        self._freed = freed or (lambda page: None)
+        self._freed = freed
 
     @property
     def pages(self) -> int:
@@ -118,16 +121,19 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """One holder less of each; a page without holders is free again."""
+        holders = self._holders
         for page in pages:
-            assert self._holders[page] > 0, f"page {page} was released more often than taken"
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
+            left = holders[page] - 1
+            assert left >= 0, f"page {page} was released more often than taken"
+            holders[page] = left
+            if not left:
                 kind = self._kind[page]
                 assert kind is not None
                 self._kind[page] = None
                 self._used[kind] -= 1
                 self._free.append(page)
-                self._freed(page)
+                if self._freed is not None:
+                    self._freed(page)
 
     def check(self) -> None:
         """Assert what must hold at any time: a page is free or held, never both, and the counts add up."""

@@ -3,7 +3,8 @@
 A step reads at most `budget` tokens. Sequences that decode come first, one token each: their readers are waiting.
 What is left goes to prompts in chunks: half of it to the one that came first, so that a long prompt gets through, the
 rest to those with least left, so that a short one does not wait for long ones; what a half leaves over is the other's.
-A quarter of the places is kept for prompts that fit into one step.
+A quarter of the places is kept for prompts that fit into one step. A step begins with one prompt for every 64 tokens of
+its budget, or 8 where that is more: others wait while memory is made ready for each, and the rest come a step later.
 
 Whoever is served in a step waits for all of it, and whoever comes meanwhile for its end. So where somebody waits, an
 answer or a prompt that can be read to its end, prompts that cannot fill a step up to a quarter of the budget only, and
@@ -19,7 +20,7 @@ its way. Long ones among themselves have all of the budget.
 
 A chunk ends at a boundary where the state is wanted: the last one of the prompt (the turn's end, where the next request
 goes on), the point where an earlier request with the same beginning parted from this one, and a sparse grid. Ours: the
-grid's width, the halves and the quarters.
+grid's width, the halves, the quarters and how many begin at once.
 
 Numbers only; the bytes are moved by a `Memory`.
 """
@@ -41,6 +42,8 @@ LONG_SHARE = 4
 """Where others wait, prompts that do not end in a step fill it up to one part in so many of its budget."""
 WATCHFUL_STEPS = 8
 """Steps after the last that others waited in, before the budget is theirs again."""
+ADMITTED_TOKENS, FEWEST_ADMITTED = 64, 8
+"""A step begins with one prompt for so many tokens of its budget, or with so many where that is more."""
 
 _by_rank = attrgetter("rank")
 
@@ -64,7 +67,8 @@ class Memory(Protocol):
 @dataclass(slots=True)
 class Work:
     """Tokens [start, start + count) of a sequence, at its end with a draft behind them, of which each is read on trial.
-    `last`: nothing of the sequence remains after it, so its logits are wanted."""
+    `last`: nothing of the sequence remains after it, so its logits are wanted. Not frozen: that would take five times
+    as long, for every sequence in every step."""
 
     sequence: Sequence
     start: int
@@ -140,8 +144,10 @@ class Scheduler:
         """Those that wait."""
         self.preemptions = 0
         self._watchful = 0
+        self._lent = 0
+        """Pages of those that run, while sequences are admitted; shared ones count more than once."""
         self._held: set[int] | None = None
-        """Pages of those that run, while sequences are admitted; None until somebody asks."""
+        """The same, each once; None until somebody asks."""
         self.before_lookup: Callable[[Sequence], None] = lambda sequence: None
         """Told each sequence that is to be admitted; may bring back what was evicted (offload.py)."""
 
@@ -247,18 +253,22 @@ class Scheduler:
         span, end = self.cache.span, len(sequence.ids)
         if not self.caching or not self.layout.groups:
             return end
-        depth = sequence.computed // span + 1
-        while depth * span < end and not self._wanted(sequence, depth):
-            depth += 1
-        return min(depth * span, end)
+        return min(self._next_wanted(sequence, sequence.computed // span + 1) * span, end)
+
+    def _next_wanted(self, sequence: Sequence, depth: int) -> int:
+        """After how many spans, `depth` or more, the state is to be kept next: at the grid, where another request
+        parted, at the turn's end, or anywhere in the answer."""
+        span, grid, prompt = self.cache.span, self.limits.grid, sequence.prompt_tokens
+        found = min(-(-depth // grid) * grid, max(depth, -(-prompt // span)))
+        parted = 0 if sequence.match is None else sequence.match.latent_tokens // span
+        for place in (parted, max(0, prompt - 1) // span):
+            if depth <= place < found:
+                found = place
+        return found
 
     def _wanted(self, sequence: Sequence, depth: int) -> bool:
         """Whether to keep the state after `depth` spans."""
-        span = self.cache.span
-        parted = sequence.match is not None and sequence.match.latent_tokens == depth * span
-        turn_end = depth == max(0, sequence.prompt_tokens - 1) // span
-        spoken = depth * span >= sequence.prompt_tokens
-        return depth % self.limits.grid == 0 or parted or turn_end or spoken
+        return self._next_wanted(sequence, depth) == depth
 
     def commit(self, work: Work) -> None:
         """The piece was read: pages and state hold it. Of a draft only what is by now part of the sequence is one."""
@@ -315,17 +325,18 @@ class Scheduler:
     def _admit(self) -> None:
         """Begin with whom there is a place and room for. The last quarter of the places is for prompts of at most one
         step."""
-        places = self.limits.max_sequences
-        long_places = places - places // 4
+        most, budget = self.limits.max_sequences, self.limits.budget
+        places = min(most, len(self.running) + max(FEWEST_ADMITTED, budget // ADMITTED_TOKENS))
+        long_places = most - most // 4
         if not self.waiting or len(self.running) >= places:
             return
-        self._held = None
-        reading = [sequence for sequence in self.running if not sequence.decoding]
+        self._held, self._lent = None, sum([len(one.pages) + len(one.state) for one in self.running])
+        reading = [one for one in self.running if not one.computed or len(one.ids) - one.computed > 1]
         for sequence in self._queue():
             taken = len(self.running)
             if taken >= places:
                 return
-            if taken >= long_places and len(sequence.ids) > self.limits.budget:
+            if taken >= long_places and len(sequence.ids) > budget:
                 continue
             if not self._is_being_read(sequence, reading) and self._start(sequence):
                 reading.append(sequence)
@@ -344,10 +355,9 @@ class Scheduler:
         waiting for it costs less than reading the same tokens beside it."""
         usable = sequence.keys.keys[: (len(sequence.ids) - 1) // self.cache.span] if self.caching else []
         return any(
-            self._wanted(other, depth)
+            self._next_wanted(other, other.computed // self.cache.span + 1) <= _common(other.keys.keys, usable)
             for other in (reading if usable else ())
             if other.keys.keys[:1] == usable[:1]
-            for depth in range(other.computed // self.cache.span + 1, _common(other.keys.keys, usable) + 1)
         )
 
     def _start(self, sequence: Sequence) -> bool:
@@ -392,8 +402,8 @@ class Scheduler:
         has to wait all the same."""
         if self.cache.pool.free >= pages:
             return True
-        if self.cache.pool.pages - sum(len(one.pages) + len(one.state) for one in self.running) >= pages:
-            return True  # though shared pages were counted more than once
+        if self.cache.pool.pages - self._lent >= pages:
+            return True
         if self._held is None:
             self._held = {page for sequence in self.running for page in (*sequence.pages, *sequence.state)}
         return self.cache.pool.pages - len(self._held) >= pages
@@ -411,6 +421,7 @@ class Scheduler:
             sequence.cached_tokens, sequence.admitted = match.tokens, time.monotonic()
         self._wait_no_more(sequence)
         insort(self.running, sequence, key=_by_rank)
+        self._lent += len(sequence.pages) + len(sequence.state)
         if self._held is not None:
             self._held.update(sequence.pages, sequence.state)
 

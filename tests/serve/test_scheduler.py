@@ -250,6 +250,20 @@ def test_long_prompts_have_a_quarter_of_a_step_that_others_wait_for_and_of_the_n
     assert read() == 4 and late.said, "half of it is the first one's, whoever else is there"
 
 
+@pytest.mark.parametrize(("budget", "most"), [(32, 8), (512, 8), (1024, 16)])
+def test_of_many_that_come_at_once_some_begin_a_step_later(budget, most):
+    """First those that came first and the shortest; nobody is passed over."""
+    world = World(pages=2000, page_tokens=4, span=512, groups=1, budget=budget, max_sequences=64)
+    many = [world.add([k] * (40 - k)) for k in range(40)]
+    begun = []
+    while len(begun) < len(many):
+        world.step()
+        fresh = {k for k, one in enumerate(many) if one.status is Status.RUNNING} - set(begun)
+        assert len(fresh) == min(most, len(many) - len(begun))
+        begun += sorted(fresh)
+    assert set(begun[:most]) == {*range(most // 2), *range(40 - most // 2, 40)}
+
+
 def test_who_comes_after_all_have_gone_has_the_whole_budget():
     world = World(pages=2000, page_tokens=4, span=512, groups=1, budget=32, max_sequences=8)
     world.run(world.add([9] * 12))

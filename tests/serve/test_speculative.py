@@ -363,7 +363,7 @@ def test_a_draft_that_does_not_pay_is_left_alone():
 def test_an_engine_measures_before_it_tries(model):
     ticks = iter(range(10_000))
     engine = engine_for(model, NGrams(2, 1))
-    engine.speculation = Speculation(NGrams(2, 1), 7, clock=lambda: next(ticks))
+    engine.speculation.gauge, engine.speculation.clock = Gauge(), lambda: next(ticks)
     prompt = [5, 6] * 8
     (plain,) = run(engine_for(model), job(prompt, LONG))
     (reader,) = run(engine, job(prompt, LONG))
