@@ -64,8 +64,8 @@ class Plan:
     facts_steps: int = 520
     """On the first domain alone, before all; 0 where it is the only one. The facts that domains share are learned where
     conversations are short: a general one has a quarter of the tokens of an agent's."""
-    cold_steps: int = 700
-    max_iterations: int = 40
+    cold_steps: int = 1200
+    max_iterations: int = 60
     """Of each expert of effort max."""
     branch_iterations: int = 25
     """Of each expert of effort high or low."""
