@@ -8,9 +8,11 @@ import torch
 
 from nanok3.config import K3Config
 from nanok3.model.decoder import K3
-from nanok3.serve.engine import Engine, Job, Overloaded, Settings, Stopping
+from nanok3.serve.engine import Engine, Settings
+from nanok3.serve.job import Job, Overloaded, Stopping
 from nanok3.serve.runner import Runner
 from nanok3.serve.sampler import SamplingParams
+from nanok3.serve.saying import Saying
 from nanok3.serve.scheduler import Limits
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -184,6 +186,7 @@ def test_nan_ends_its_own_request_alone(model):
         engine.runner.arena.poison(page)
     while not engine.idle:
         engine.step()
+    assert isinstance(engine._saying, Saying) and not engine._saying.ended, "each end was taken off"
     assert bad.reader.outcome.finish_reason == "error" and "NaN" in bad.reader.outcome.error
     assert 0 not in bad.reader.ids
     is_the_models_own(model, good.prompt, good.reader)
