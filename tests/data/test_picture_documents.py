@@ -108,9 +108,10 @@ def test_questions_have_several_phrasings() -> None:
     assert question_text("How many?") == "\nQuestion: How many?\nAnswer:"
 
 
-def test_shapes_are_counted_named_and_coloured_right() -> None:
+@pytest.mark.parametrize("kind", ["shapes", "tiles"])
+def test_shapes_are_counted_named_and_coloured_right(kind: str) -> None:
     seen = set()
-    for document in made("shapes", 150):
+    for document in made(kind, 150):
         said, (picture,) = answers(document), pictures(document)
         patches = components(ink_of(picture.frames[0]))
         assert drawing.NUMBERS[len(patches)] == said["count"]
@@ -122,8 +123,36 @@ def test_shapes_are_counted_named_and_coloured_right() -> None:
     assert {shape for shape, _ in seen} == set(drawing.SHAPES) and len({count for _, count in seen}) == 5
 
 
-def test_places_are_where_they_are_said_to_be() -> None:
-    for document in made("places", 60):
+@pytest.mark.parametrize("kind", ["tiles", "spots", "silhouettes"])
+def test_every_shape_has_a_cell_of_its_own(kind: str) -> None:
+    offs = set()
+    for document in made(kind, 80):
+        (picture,) = pictures(document)
+        patches = components(ink_of(picture.frames[0]))
+        cells = [{tuple(pixel) for pixel in (patch // shapes.CELL).tolist()} for patch in patches]
+        assert all(len(cell) == 1 for cell in cells) and len(set.union(*cells)) == len(patches)
+        offs |= {tuple((patch.mean(axis=0) % shapes.CELL).round().astype(int).tolist()) for patch in patches}
+    assert len(offs) > 20
+
+
+def test_silhouettes_differ_in_nothing_but_forms_numbers_and_places() -> None:
+    seen = set()
+    for document in made("silhouettes", 120):
+        said, (picture,) = answers(document), pictures(document)
+        assert {level for _, level in picture.frames[0].getcolors()} == set(shapes.SILHOUETTE)
+        patches = components(ink_of(picture.frames[0]))
+        assert drawing.NUMBERS[len(patches)] == said["count"] and {form(patch) for patch in patches} == {said["shape"]}
+        assert ("pixel" in said) == ("position" in said) == (len(patches) == 1)
+        if "pixel" in said:
+            across, down = map(float, said["pixel"].strip("()").split(", "))
+            assert math.dist(patches[0].mean(axis=0), (down, across)) < 1.6
+        seen.add((said["shape"], said["count"]))
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize("kind", ["places", "spots"])
+def test_places_are_where_they_are_said_to_be(kind: str) -> None:
+    for document in made(kind, 60):
         (picture,) = pictures(document)
         (patch,) = components(ink_of(picture.frames[0]))
         y, x = patch.mean(axis=0)

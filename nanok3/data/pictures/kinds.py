@@ -2,7 +2,8 @@
 
 | kind | needs | weight |
 |---|---|---|
-| colours, basics, shapes, places, compare | Pillow | 0.05, 0.05, 0.25, 0.15, 0.05 |
+| colours, basics, silhouettes | Pillow | 0.05, 0.05, 0.05 |
+| tiles, spots, shapes, places, compare | Pillow | 0.20, 0.10, 0.25, 0.15, 0.05 |
 | plots, tables, motion | Pillow | 0.08, 0.08, 0.09 |
 | words | Pillow, and matplotlib for its fonts | 0.30 |
 | digits, photos | Pillow; 10 MB by pip, once | 0.10, 0.01 |
@@ -28,18 +29,22 @@ from nanok3.data.pictures.drawing import dejavu_folder
 from nanok3.data.pictures.motion import motion
 from nanok3.data.pictures.packaged import digits_from, flags_from, icons_from, photos_from
 from nanok3.data.pictures.plots import plots, tables
-from nanok3.data.pictures.shapes import basics, colours, compare, places, shapes
+from nanok3.data.pictures.shapes import basics, colours, compare, places, shapes, silhouettes, spots, tiles
 from nanok3.data.pictures.words import words_from
 
 Maker = Callable[[Random], PictureDocument]
 
-CORE = ("colours", "basics", "shapes", "places", "compare", "words", "plots", "tables", "motion")
+FIRST = ("colours", "basics", "silhouettes", "tiles", "spots")
+CORE = (*FIRST, "shapes", "places", "compare", "words", "plots", "tables", "motion")
 MORE = ("digits", "photos", "svg")
 NPM = ("icons", "flags")
 
 WEIGHTS = {
     "colours": 0.05,
     "basics": 0.05,
+    "silhouettes": 0.05,
+    "tiles": 0.20,
+    "spots": 0.10,
     "shapes": 0.25,
     "places": 0.15,
     "compare": 0.05,
@@ -94,6 +99,9 @@ def open_kind(kind: str, words: Sequence[str] = (), cache: Path | None = None) -
     drawn: dict[str, Maker] = {
         "colours": colours,
         "basics": basics,
+        "silhouettes": silhouettes,
+        "tiles": tiles,
+        "spots": spots,
         "shapes": shapes,
         "places": places,
         "compare": compare,

@@ -4,6 +4,9 @@
     basics     one shape, its colour and the third of the picture that it is in
     shapes     one to five shapes of one colour and form
     places     one shape, its centre in pixels and as fractions of the sides (the report's two forms of coordinates)
+    tiles      as shapes, every shape in a cell of its own
+    spots      as places, the shape in a cell
+    silhouettes    one to five shapes in cells, dark on middle grey: form, number, and where a single one is
     compare    two pictures in one document
 
 The key of a picture is count, colour, form and the cells of a 4 x 4 grid that the centres lie in. Its hash decides
@@ -12,6 +15,7 @@ the split, so a held-out picture shows an arrangement that was never trained on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -21,6 +25,7 @@ from nanok3.data.pictures.drawing import (
     NUMBERS,
     PAPERS,
     SHAPES,
+    Colour,
     Point,
     canvas,
     cell,
@@ -31,6 +36,10 @@ from nanok3.data.pictures.drawing import (
 
 SIDES = (56, 84)
 """Whole feature rows: another side is filled up with black when a picture is prepared, and a new tower sees the bar."""
+CELL = 28
+"""Pixels of one feature row's square: four patches."""
+SILHOUETTE: tuple[Colour, Colour] = (128, 128, 128), (20, 20, 20)
+"""Paper and ink. The paper is zero where pixels go into the tower."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +74,43 @@ def scene(random: Random, count: int, colour: str, shape: str) -> Scene:
     width, height = random.choice(SIDES), random.choice(SIDES)
     radius = random.uniform(6.0, {1: 15.0, 2: 13.0, 3: 9.5}.get(count, 7.5))
     centres = place(random, count, width, height, radius)
-    picture, pen = canvas(width, height, random.choice(PAPERS))
-    ink = shade(random, colour)
+    look = random.choice(PAPERS), shade(random, colour)
+    return _draw((width, height), look, radius, centres, colour, shape)
+
+
+def _draw(
+    size: tuple[int, int], look: tuple[Colour, Colour], radius: float, centres: list[Point], colour: str, shape: str
+) -> Scene:
+    """`look` is paper and ink."""
+    paper, ink = look
+    picture, pen = canvas(*size, paper)
     for centre in centres:
         draw_shape(pen, shape, centre, radius, ink)
-    return Scene(Picture((picture,)), count, colour, shape, centres)
+    return Scene(Picture((picture,)), len(centres), colour, shape, centres)
+
+
+def in_cells(random: Random, count: int, colour: str, shape: str, look: tuple[Colour, Colour] | None = None) -> Scene:
+    """Every shape in another of the cells that become feature rows, a little off its centre. What a thing is then
+    stands in one row, and how many there are is how many rows are not empty: a new tower learns this first."""
+    sides = [(w, h) for w in SIDES for h in SIDES if (w // CELL) * (h // CELL) >= count]
+    width, height = random.choice(sides)
+    radius = random.uniform(9.0, 12.0)
+    off = int(13 - radius)
+    cells = random.sample([(x, y) for x in range(width // CELL) for y in range(height // CELL)], count)
+    centres: list[Point] = [
+        tuple(CELL * at + CELL // 2 + random.randint(-off, off) for at in where)  # type: ignore[misc]
+        for where in cells
+    ]
+    look = look or (random.choice(PAPERS), shade(random, colour))
+    return _draw((width, height), look, radius, centres, colour, shape)
+
+
+def _any(random: Random, draw: Callable[[Random, int, str, str], Scene], count: int) -> Scene:
+    return draw(random, count, random.choice(list(COLOURS)), random.choice(SHAPES))
 
 
 def _any_scene(random: Random, count: int) -> Scene:
-    return scene(random, count, random.choice(list(COLOURS)), random.choice(SHAPES))
+    return _any(random, scene, count)
 
 
 _COLOUR = ("What colour is it?", "Which colour do you see?", "Name the colour.")
@@ -105,7 +142,35 @@ def basics(random: Random) -> PictureDocument:
 
 def shapes(random: Random) -> PictureDocument:
     """One to five shapes."""
-    shown = _any_scene(random, random.randint(1, 5))
+    return _what(random, "shapes", _any(random, scene, random.randint(1, 5)))
+
+
+def tiles(random: Random) -> PictureDocument:
+    """One to five shapes in cells."""
+    return _what(random, "tiles", _any(random, in_cells, random.randint(1, 5)))
+
+
+_COUNT = ("How many shapes are there?", "Count the shapes.", "How many?")
+_SHAPE = ("Which shape is it?", "What shape do you see?", "Name the shape.")
+
+
+def silhouettes(random: Random) -> PictureDocument:
+    """Shapes in cells without colours: a row is empty or it is not, and that is all that differs between rows besides
+    the form. Where ink and paper vary, too, a tower from noise says colours first and for long nothing else."""
+    count, shape = random.randint(1, 5), random.choice(SHAPES)
+    shown = in_cells(random, count, "black", shape, SILHOUETTE)
+    number, many, (first, *_) = NUMBERS[count], plural(shape, count), shown.centres
+    asks = [Ask("count", _COUNT, number), Ask("shape", _SHAPE, shape)]
+    if count == 1:
+        asks += [
+            Ask("pixel", (f"At which pixel is the {shape}?",), pixels(first)),
+            Ask("position", (f"Where is the {shape}, from 0 to 1?",), fractions(first, shown.picture.size)),
+        ]
+    captions = f"{number.capitalize()} {many}.", f"{number.capitalize()}.", f"{shape.capitalize()}."
+    return tell(random, "silhouettes", [shown.picture], [shown.key], captions, asks, [number, many, shape])
+
+
+def _what(random: Random, kind: str, shown: Scene) -> PictureDocument:
     verb = "is" if shown.count == 1 else "are"
     captions = (
         f"There {verb} {shown.name} in the picture.",
@@ -115,10 +180,10 @@ def shapes(random: Random) -> PictureDocument:
     )
     asks = [
         Ask("colour", _COLOUR, shown.colour),
-        Ask("count", ("How many shapes are there?", "Count the shapes.", "How many?"), NUMBERS[shown.count]),
-        Ask("shape", ("Which shape is it?", "What shape do you see?", "Name the shape."), shown.shape),
+        Ask("count", _COUNT, NUMBERS[shown.count]),
+        Ask("shape", _SHAPE, shown.shape),
     ]
-    return tell(random, "shapes", [shown.picture], [shown.key], captions, asks, shown.name.split())
+    return tell(random, kind, [shown.picture], [shown.key], captions, asks, shown.name.split())
 
 
 def pixels(point: Point) -> str:
@@ -131,7 +196,15 @@ def fractions(point: Point, size: tuple[int, int]) -> str:
 
 def places(random: Random) -> PictureDocument:
     """One shape and where its centre is: x from the left, y from the top."""
-    shown = _any_scene(random, 1)
+    return _where(random, "places", _any(random, scene, 1))
+
+
+def spots(random: Random) -> PictureDocument:
+    """The same, the shape in a cell."""
+    return _where(random, "spots", _any(random, in_cells, 1))
+
+
+def _where(random: Random, kind: str, shown: Scene) -> PictureDocument:
     (centre,) = shown.centres
     size = shown.picture.size
     absolute, relative = pixels(centre), fractions(centre, size)
@@ -155,7 +228,7 @@ def places(random: Random) -> PictureDocument:
         ),
     ]
     facts = (shown.colour, shown.shape, absolute, relative)
-    return tell(random, "places", [shown.picture], [shown.key], captions, asks, facts)
+    return tell(random, kind, [shown.picture], [shown.key], captions, asks, facts)
 
 
 def compare(random: Random) -> PictureDocument:
