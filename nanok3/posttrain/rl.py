@@ -33,6 +33,7 @@ from nanok3.envs.environment import Task
 from nanok3.model.decoder import K3
 from nanok3.posttrain.effort import Budgets, budgeted, means
 from nanok3.posttrain.evaluate import Scores, evaluate, first_tasks, play, scores
+from nanok3.posttrain.http_worker import HttpSpeaker, Workers
 from nanok3.posttrain.learner import Learned, Learner
 from nanok3.posttrain.objective import group_advantages
 from nanok3.posttrain.replay import replayed
@@ -97,6 +98,7 @@ class RL(Run):
         sentences: Sentences = OURS,
         ptx: Iterator[Batch] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        workers: Workers | None = None,
     ) -> None:
         self.model, self.tokenizer, self.domain, self.settings, self.run = (
             model.eval(),
@@ -110,8 +112,12 @@ class RL(Run):
         rollout = settings.rollout
         forbidden = forbidden_ids(model, tokenizer)
         self.learner = Learner(model, settings.learner, settings.objective, forbidden, rollout.temperature, ptx)
-        engine = open_engine(model, tokenizer, rollout.in_flight, record_routes=settings.learner.replay)
-        self.speaker = EngineSpeaker(engine)
+        self.speaker: EngineSpeaker | HttpSpeaker
+        if workers is None:
+            engine = open_engine(model, tokenizer, rollout.in_flight, record_routes=settings.learner.replay)
+            self.speaker = EngineSpeaker(engine)
+        else:
+            self.speaker = workers.speaker(model, settings, run)
         self.rollouts = Rollouts(self.speaker, tokenizer, self._problem, rollout, self._limit, sentences)
         self.seconds, self.cut_off, self.checked = 0.0, 0, False
         self.track = Tracker(run)
@@ -132,12 +138,12 @@ class RL(Run):
     def step(self) -> dict[str, Any]:
         """Rollouts, and what is learned from the groups that are whole; the iteration's numbers."""
         began = self.clock()
-        said = self.speaker.engine.counters.said_tokens
+        said = self.speaker.said_tokens
         self.learner.set_progress(self.progress)
         with self.learner.qat.projected():
             groups = self.rollouts.collect()
         rolled = self.clock()
-        said = self.speaker.engine.counters.said_tokens - said
+        said = self.speaker.said_tokens - said
         self.check(groups)
         learned, chosen = self._learn(groups)
         record = self._record(groups, learned)
@@ -308,9 +314,10 @@ def train(
     sentences: Sentences = OURS,
     ptx: Iterator[Batch] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    workers: Workers | None = None,
 ) -> RL:
     """Train an expert from `model` and write its run folder. Without budgets they are measured with the model as it
-    comes. resume: go on from the run's newest checkpoint, if it has one."""
+    comes. resume: go on from the run's newest checkpoint, if it has one. workers: servers that play the rollouts."""
     found, broken = latest(run) if resume else (None, [])
     for problem in broken:
         say(f"passed over: {problem}")
@@ -327,7 +334,7 @@ def train(
         budgets = measure_budgets(model, tokenizer, domain, settings, sentences)
     budgets.save(kept)
     write_file(run / "config.yaml", yaml.safe_dump({"domain": domain.name, **asdict(settings)}).encode())
-    rl = RL(model, tokenizer, domain, settings, run, budgets, say, sentences, ptx, clock)
+    rl = RL(model, tokenizer, domain, settings, run, budgets, say, sentences, ptx, clock, workers)
     if state is not None:
         rl.load(state)
         say(f"going on after iteration {rl.iteration}")

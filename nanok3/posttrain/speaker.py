@@ -1,7 +1,7 @@
 """Who says the turns of a rollout: the engine that serves, here without a thread of its own.
 
 A speaker takes turns, works a step at a time, can be told to stop where it is, and forgets what it has cached when the
-weights change. Another one, say behind HTTP or an actor on another machine, has the same five methods.
+weights change. Another one, behind HTTP (http_worker.py), has the same methods.
 """
 
 from __future__ import annotations
@@ -67,6 +67,11 @@ class EngineSpeaker:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.context = engine, engine.context
         self._at_work: list[tuple[Job, Turn]] = []
+
+    @property
+    def said_tokens(self) -> int:
+        """So far."""
+        return self.engine.counters.said_tokens
 
     def begin(self, turn: Turn, params: SamplingParams) -> None:
         job = Job(list(turn.sample.ids), params, turn)

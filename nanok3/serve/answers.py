@@ -82,7 +82,7 @@ def describer(tokenizer: Tokenizer) -> Describe:
 
     def describe(token: Token) -> TokenLogprob:
         top = [(tokenizer.token_bytes(other), p) for other, p in token.top if other < tokenizer.vocab_size]
-        return TokenLogprob(tokenizer.token_bytes(token.id), token.logprob, tuple(top))
+        return TokenLogprob(tokenizer.token_bytes(token.id), token.logprob, tuple(top), token.id)
 
     return describe
 

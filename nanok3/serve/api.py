@@ -4,7 +4,7 @@
     POST /v1/responses          POST /v1/messages, /v1/messages/count_tokens
     POST, GET, DELETE /v1/files, /v1/files/{file}, /v1/files/{file}/content
     POST /tokenize, /detokenize, /apply-template          GET /tokenizer_info, /health, /ready, /metrics, /v1/loads
-    POST /admin/flush, /admin/save, /admin/load           GET /  the chat page
+    POST /admin/flush, /admin/save, /admin/load, /admin/reload           GET /  the chat page
 
 FastAPI carries it and writes /openapi.json. Bodies are read by protocol.py, not by annotations: its rules have an
 error for each field that names what is allowed, and its cost is microseconds. The package is an optional one, so it is
@@ -27,6 +27,7 @@ from nanok3.serve import (
     messages_api,
     openapi,
     page,
+    reload_api,
     responses_api,
     status_api,
     tokens_api,
@@ -95,6 +96,7 @@ ROUTES = (
     Route("GET", "/metrics", status_api.metrics, "Numbers for Prometheus", kinds=("text/plain",)),
     Route("GET", "/v1/loads", status_api.loads, "How much is going on"),
     Route("POST", "/admin/flush", status_api.flush, "Forget all cached prefixes"),
+    Route("POST", "/admin/reload", reload_api.reload, "Read other weights into the model", openapi.RELOAD),
     Route("POST", "/admin/save", conversations_api.save, "Write a conversation's memory into a file", openapi.SAVED),
     Route("POST", "/admin/load", conversations_api.load, "Read it again", openapi.SAVED),
 )

@@ -7,7 +7,7 @@ it, which is what evaluation harnesses ask for, with one token or none to be sai
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from nanok3.serve.answers import Answers, Describe, Ended, Piece, TextReader, Whole, check_outcome, describer
@@ -113,7 +113,15 @@ def _choice(server: Server, texts: _Texts, whole: Whole) -> dict[str, Any]:
         before = texts.prompt_logprobs(server, end, describe) if texts.scores else []
         logprobs = text_logprobs([*before, *(() if texts.silent else whole.logprobs)])
     reason = "length" if texts.silent else end.outcome.finish_reason
-    return text_choice(texts.text(end.index) + said, end.index, reason, logprobs)
+    more = _sampled(server, texts, whole.logprobs)
+    return text_choice(texts.text(end.index) + said, end.index, reason, logprobs, more)
+
+
+def _sampled(server: Server, texts: _Texts, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    """The ids of what was said, where they are asked for, and which weights said it."""
+    if not texts.request.token_ids:
+        return None
+    return {"token_ids": [token.id for token in tokens], "weight_version": server.engine.weight_version}
 
 
 async def _stream(server: Server, call: Call, texts: _Texts, answers: Answers) -> AsyncIterator[bytes]:
@@ -133,7 +141,7 @@ async def _stream(server: Server, call: Call, texts: _Texts, answers: Answers) -
                     check_outcome(item.outcome)
                     ends.append(item)
                 if not texts.scores:
-                    yield sse(_chunk(texts, item, offsets))
+                    yield sse(_chunk(server, texts, item, offsets))
                     continue
                 wholes.setdefault(item.index, Whole()).add(item)
                 if isinstance(item, Ended):  # the scores of a prompt are known at the end, and come first
@@ -149,7 +157,7 @@ async def _stream(server: Server, call: Call, texts: _Texts, answers: Answers) -
         note(call, ends)
 
 
-def _chunk(texts: _Texts, item: Piece | Ended, offsets: dict[int, int]) -> dict[str, Any]:
+def _chunk(server: Server, texts: _Texts, item: Piece | Ended, offsets: dict[int, int]) -> dict[str, Any]:
     text = "" if texts.silent else _text(item.events)
     if isinstance(item, Ended):
         reason = "length" if texts.silent else item.outcome.finish_reason
@@ -157,7 +165,7 @@ def _chunk(texts: _Texts, item: Piece | Ended, offsets: dict[int, int]) -> dict[
     offset = offsets.get(item.index, 0)
     offsets[item.index] = offset + len(text)
     logprobs = text_logprobs(item.logprobs, offset) if item.logprobs and not texts.silent else None
-    return texts.reply.body([text_choice(text, item.index, None, logprobs)])
+    return texts.reply.body([text_choice(text, item.index, None, logprobs, _sampled(server, texts, item.logprobs))])
 
 
 def _text(events: list[Event]) -> str:

@@ -101,7 +101,14 @@ COMPLETION: Schema = {
         "max_tokens": _whole(0, MAX_TOKENS),
         "echo": _FLAG,
         "logprobs": _whole(0, TOP_LOGPROBS),
+        "return_token_ids": _FLAG,
     },
+}
+
+RELOAD: Schema = {
+    "type": "object",
+    "required": ["folder", "version"],
+    "properties": {"folder": _TEXT, "version": _whole(0, 2**31 - 1)},
 }
 
 _ITEMS: Schema = {"type": "array", "items": _OBJECT, "minItems": 1}

@@ -175,6 +175,8 @@ class CompletionRequest(Common):
 
     prompts: list[str | list[int]]
     echo: bool
+    token_ids: bool
+    """Whether choices have the ids that were sampled, and the number of the weights."""
 
 
 class CallIds:
@@ -272,7 +274,16 @@ def read_completion(body: Mapping[str, Any], policy: Policy | None = None) -> Co
         constraint=read_structured(f),
         prompts=_read_prompts(f, policy.vocab_size),
         echo=echo,
+        token_ids=_read_token_ids(f),
     )
+
+
+def _read_token_ids(f: Fields) -> bool:
+    """Other servers' `return_token_ids`; ids are told beside the log-probabilities, of what is sampled."""
+    wanted = f.boolean("return_token_ids")
+    if wanted and (f.get("logprobs") is None or f.boolean("echo")):
+        raise f.refuse("return_token_ids", "true only with logprobs, and without echo")
+    return wanted
 
 
 def _read_prompts(f: Fields, vocab_size: int | None) -> list[str | list[int]]:

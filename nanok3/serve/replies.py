@@ -72,6 +72,7 @@ class TokenLogprob:
     token: bytes
     logprob: float
     top: tuple[tuple[bytes, float], ...] = ()
+    id: int | None = None
 
 
 def _entry(token: bytes, logprob: float) -> dict[str, Any]:
@@ -223,7 +224,11 @@ class TextReply(_Reply):
 
 
 def text_choice(
-    text: str, index: int = 0, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+    text: str,
+    index: int = 0,
+    finish_reason: str | None = None,
+    logprobs: dict[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One choice of a plain completion, or a piece of it."""
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, **(more or {})}

@@ -62,6 +62,8 @@ class ServerSettings:
     conversations: Path | None = None
     """Folder in which an administrator can save them; None for nowhere."""
     pictures: PictureSettings = field(default_factory=PictureSettings)
+    reload: bool = False
+    """Whether an administrator may put other weights into the model."""
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):

@@ -108,6 +108,8 @@ class ServeArgs:
     """More keys, one a line."""
     admin_key: str | None = None
     """Key for /admin; without one it is closed."""
+    allow_reload: bool = False
+    """Let who has the admin key put other weights into the model (/admin/reload), as `nanok3 rl --workers` does."""
     max_requests_per_key: int | None = None
     """Requests of one key at a time."""
     max_body_mib: int = 32
@@ -174,7 +176,13 @@ class ServeArgs:
             self._gate(),
             None if self.cache_folder is None else self.cache_folder / "conversations",
             self._pictures(),
+            self._reload(),
         )
+
+    def _reload(self) -> bool:
+        if self.allow_reload and (self.admin_key is None or self.experts == "stream" or self.scripted is not None):
+            raise ValueError("allow_reload needs --admin-key and a model in memory; no --scripted, no --experts stream")
+        return self.allow_reload
 
     def cache_bytes(self) -> tuple[int, int] | None:
         """For evicted prefixes in memory and on disk; None where they go nowhere."""

@@ -1,0 +1,106 @@
+"""Rollouts through servers: the same samples as in this process, new weights after every update, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from playing import TOKENIZER, OneAnswer
+from served import Served, listening
+
+from nanok3.config import K3Config
+from nanok3.model.decoder import K3
+from nanok3.posttrain import rl as rl_module
+from nanok3.posttrain.domains import SENTENCES
+from nanok3.posttrain.effort import Budgets
+from nanok3.posttrain.http_worker import Workers
+from nanok3.posttrain.rl import RL
+from nanok3.posttrain.rl_settings import LearnerSettings, RLSettings, RolloutSettings
+from nanok3.posttrain.speaker import open_engine
+from nanok3.serve.api import make_app
+from nanok3.serve.http_gate import GateSettings
+from nanok3.serve.server import ServerSettings
+
+SETTINGS = RLSettings(
+    iterations=2,
+    problems=2,
+    rollout=RolloutSettings(prompts=2, samples=3, pause=1.0, max_tokens=12),
+    learner=LearnerSettings(lr=2e-3, minibatches=1),
+    eval_count=0,
+    save_every=0,
+)
+
+
+def untaught(depth=1):
+    """A model of random weights: it says anything, until it is cut off."""
+    torch.manual_seed(3)
+    return K3(K3Config.tiny().at_depth(depth).with_vocabulary(TOKENIZER.vocab_size)).eval()
+
+
+@pytest.fixture(autouse=True)
+def rewards(monkeypatch):
+    """So that there is something to learn from them."""
+    monkeypatch.setattr(rl_module, "rewards", lambda group, counted: [float(sum(s.ids) % 3) for s in group.valid])
+
+
+@contextmanager
+def worker(reload=True):
+    """A server with a model of other weights than the run's; its address without /v1, and the app to ask directly."""
+    model = untaught()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    engine = open_engine(model, TOKENIZER, 8)
+    app = make_app(engine, TOKENIZER, ServerSettings(gate=GateSettings(admin_key="root"), reload=reload))
+    engine.start()
+    try:
+        with listening(app) as base:
+            yield base.removesuffix("/v1"), Served(app, engine)
+    finally:
+        engine.drain(0)
+
+
+def played(folder, workers=None, settings=SETTINGS):
+    """Two iterations: the samples of each, and the weights at the end."""
+    tasks = [task for task, _ in zip(OneAnswer().tasks("train", 0), range(2))]
+    budgets = Budgets({task.id: 50.0 for task in tasks})
+    rl = RL(untaught(), TOKENIZER, OneAnswer(), settings, folder, budgets, lambda _: None, SENTENCES, workers=workers)
+    collect, seen = rl.rollouts.collect, []
+
+    def watched():
+        groups = collect()
+        seen.append(copy.deepcopy([sample for group in groups for sample in group.samples]))
+        return groups
+
+    rl.rollouts.collect = watched
+    rl.step(), rl.step()
+    rl.rollouts.close()
+    return seen, rl.model.state_dict(), rl
+
+
+def test_an_iteration_over_http_trains_on_the_same_samples(tmp_path):
+    here, weights, _ = played(tmp_path / "a")
+    with worker() as (one, stub), worker() as (two, other):
+        there, as_well, rl = played(tmp_path / "b", Workers((one, two), "root"))
+        assert stub.engine.weight_version == other.engine.weight_version == 1
+        assert stub.engine.counters.said_tokens and other.engine.counters.said_tokens, "both have played"
+    for ours, theirs in zip(here, there, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a.ids, a.places, a.versions, a.reward) == (b.ids, b.places, b.versions, b.reward)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    assert {version for sample in there[1] for version in sample.versions} == {1}
+    assert all(torch.allclose(weights[name], as_well[name], atol=1e-4) for name in weights)
+    assert rl.speaker.said_tokens == sum(sample.output for group in there for sample in group)
+    assert not list((tmp_path / "b/weights").iterdir()), "weights that were read are removed"
+
+
+def test_a_pause_keeps_what_was_said(tmp_path):
+    with worker() as (url, stub):
+        settings = replace(SETTINGS, rollout=replace(SETTINGS.rollout, pause=0.4, prompts=3))
+        seen, _, _ = played(tmp_path, Workers((url,), "root"), settings)
+        assert stub.is_free()
+    for sample in (sample for part in seen for sample in part):
+        assert len(sample.versions) == len(sample.logprobs) == len(sample.places)
+        assert sample.versions == sorted(sample.versions)
