@@ -142,6 +142,7 @@ class Trainer:
             weight_decay=s.weight_decay,
             adam_lr_scale=s.adam_lr_scale,
             vision_lr_scale=s.vision_lr_scale,
+            vision_matrices="muon" if s.vision_optimizer == "muon" else "adamw",
         )
         self.optimizer = K3Optimizer(model, rules)
         self.balancer = QuantileBalancer(model, update_bias=s.balance)

@@ -75,7 +75,9 @@ class OptimizerSettings:
     embedding_weight_decay: float = 0.0
     """Of the embedding and the head (ours)."""
     vision_lr_scale: float = 0.025
-    """On top of adam_lr_scale, for the vision tower and its projector (ours)."""
+    """On top of adam_lr_scale, for what AdamW updates of the vision tower and its projector (ours)."""
+    vision_matrices: Literal["muon", "adamw"] = "adamw"
+    """The rule for the matrices of the tower's blocks and of the projector; K3's is not known."""
 
 
 # ---------------------------------------------------------------------- Newton-Schulz
@@ -201,9 +203,10 @@ _TOP: dict[str, _Treatment] = {
     "vision_tower.patch_embed.proj.weight": _MATRIX,
     "vision_tower.patch_embed.pos_emb.weight": _VECTOR,
     "vision_tower.encoder.final_layernorm.weight": _VECTOR,
-    **{f"vision_tower.encoder.blocks.*.{m}.weight": _MATRIX for m in ("wqkv", "wo", "mlp.fc0", "mlp.fc1")},
+    "vision_tower.encoder.blocks.*.wqkv.weight": _Cut(groups=3),
+    **{f"vision_tower.encoder.blocks.*.{m}.weight": _WHOLE for m in ("wo", "mlp.fc0", "mlp.fc1")},
     **{f"vision_tower.encoder.blocks.*.{n}.weight": _VECTOR for n in ("norm0", "norm1")},
-    **{f"mm_projector.{m}.weight": _MATRIX for m in ("proj.0", "proj.2")},
+    **{f"mm_projector.{m}.weight": _WHOLE for m in ("proj.0", "proj.2")},
     "mm_projector.post_norm.weight": _VECTOR,
 }
 
@@ -287,7 +290,8 @@ def _rule(name: str, shape: tuple[int, ...], cfg: K3Config | BaselineConfig, set
         treatment = _treatment(name, cfg)
     else:
         treatment = _baseline(cfg).get(re.sub(r"^layers\.\d+\.", "", name))
-    if isinstance(treatment, _Cut) and settings.matrices == "adamw":
+    eye = name.startswith(("vision_tower.", "mm_projector."))
+    if isinstance(treatment, _Cut) and "adamw" in (settings.matrices, settings.vision_matrices if eye else None):
         treatment = _MATRIX
     if treatment is None:
         raise ValueError(f"parameter {name!r} of shape {list(shape)} is not in the optimizer's map (train/muon.py)")
@@ -300,15 +304,15 @@ def _rule(name: str, shape: tuple[int, ...], cfg: K3Config | BaselineConfig, set
         _HEAD: settings.embedding_weight_decay,
     }
     scale = {_EMBEDDING: settings.embedding_lr_scale, _HEAD: settings.head_lr_scale}.get(treatment, 1.0)
-    if name.startswith(("vision_tower.", "mm_projector.")):
+    if eye:
         scale = settings.vision_lr_scale
     return Rule(name, shape, "adamw", (), decay[treatment], settings.adam_lr_scale * scale)
 
 
 def _blocks(name: str, shape: tuple[int, ...], cut: _Cut) -> tuple[tuple[int, int, int], ...]:
     groups = shape[0] if cut.groups is None else cut.groups
-    heights = [shape[-2] if height is None else height for height in cut.heights]
     rows = shape[0] * shape[1] if len(shape) == 3 else shape[0]
+    heights = [rows // groups if height is None else height for height in cut.heights]
     if groups * sum(heights) != rows:
         raise ValueError(
             f"parameter {name!r} has {rows} rows; the config asks for {groups} x {heights} = {groups * sum(heights)}"

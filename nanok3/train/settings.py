@@ -28,6 +28,9 @@ class TrainSettings:
     """AdamW's learning rate relative to Muon's (ours)."""
     vision_lr_scale: float = 0.025
     """The vision tower's and projector's learning rate relative to the rest of AdamW's (ours)."""
+    vision_optimizer: str = "adamw"
+    """The rule for the matrices of the tower's blocks and of the projector: adamw, or muon at the rate of the text's
+    matrices (ours)."""
     picture_text_weight: float = 0.02
     """What the text of picture documents weighs in the loss where it does not say what the picture shows (ours); 1 for
     all alike."""
@@ -112,6 +115,8 @@ class TrainSettings:
             raise ValueError(f"mtp_weight is {self.mtp_weight}; it must be at least 0 and finite")
         if self.optimizer not in ("muon", "adamw"):
             raise ValueError(f"optimizer is {self.optimizer!r}; allowed: 'muon', 'adamw'")
+        if self.vision_optimizer not in ("adamw", "muon"):
+            raise ValueError(f"vision_optimizer is {self.vision_optimizer!r}; allowed: 'adamw', 'muon'")
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"precision is {self.precision!r}; allowed: 'auto', 'float32', 'bfloat16'")
         if self.qat not in ("off", "w4a16", "w4a8"):

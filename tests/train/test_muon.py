@@ -539,3 +539,20 @@ def test_the_tower_and_its_projector_have_a_rate_of_their_own() -> None:
     eyes = {rule.name.startswith(("vision_tower.", "mm_projector.")): rule.lr_scale for rule in rules}
     assert eyes[True] == pytest.approx(0.1) and len({r.lr_scale for r in rules if r.name.startswith("vision_")}) == 1
     assert all(rule.kind == "adamw" for rule in rules if rule.lr_scale == eyes[True])
+
+
+def test_matrices_of_the_tower_may_be_muons() -> None:
+    """Queries, keys and values are a matrix each; what is no matrix of a block or of the projector stays AdamW's."""
+    with torch.device("meta"):
+        model = K3(K3Config.vision_tiny())
+    rules = {rule.name: rule for rule in parameter_rules(model, OptimizerSettings(vision_matrices="muon"))}
+    block = "vision_tower.encoder.blocks.0"
+    assert rules[f"{block}.wqkv.weight"].blocks == ((3, 128, 128),)
+    assert rules[f"{block}.mlp.fc0.weight"].blocks == ((1, 512, 128),)
+    assert rules["mm_projector.proj.2.weight"].kind == "muon" and rules[f"{block}.wo.weight"].lr_scale == 1.0
+    left = {name for name, rule in rules.items() if name.startswith(("vision_", "mm_")) and rule.kind == "adamw"}
+    assert left == {
+        name for name in rules if name.startswith(("vision_", "mm_")) and ("norm" in name or "_embed" in name)
+    }
+    one_rule = parameter_rules(model, OptimizerSettings(matrices="adamw", vision_matrices="muon"))
+    assert {rule.kind for rule in one_rule} == {"adamw"}

@@ -21,6 +21,7 @@ from nanok3.train.settings import TrainSettings
         ({"lr": float("nan")}, "lr is nan"),
         ({"warmup_fraction": 1.5}, r"warmup_fraction is 1.5; it must lie in \[0, 1\]"),
         ({"precision": "fp8"}, "precision is 'fp8'; allowed"),
+        ({"vision_optimizer": "sgd"}, "vision_optimizer is 'sgd'; allowed: 'adamw', 'muon'"),
         ({"keep": -1}, "keep is -1"),
     ],
 )
