@@ -125,6 +125,8 @@ class Engine:
         """Of the jobs, those with a deadline."""
         self._gone: deque[Job] = deque()
         """Cancelled, and not yet ended."""
+        self._outcomes: deque[tuple[Job, Outcome]] = deque()
+        """Of jobs that ended; their readers are to be told."""
         self._promised: set[Job] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -333,6 +335,7 @@ class Engine:
             self._inbox.clear()
         for running in left:
             self._finish(running, reason, error)
+        self._tell_ends()
         self.after_step()
 
     def step(self) -> None:
@@ -342,6 +345,9 @@ class Engine:
         self._run_errands()
         self._welcome()
         self._dismiss()
+        clock.turn_to(Phase.ANSWERING)
+        self._tell_ends()
+        clock.turn_to(Phase.DECIDING)
         work = self.scheduler.plan()
         if self.speculation is not None:
             work = self.speculation.extend(work, self._wishes(), self.scheduler)
@@ -356,6 +362,7 @@ class Engine:
         clock.turn_to(Phase.DECIDING)
         self._finish_ended()
         clock.turn_to(Phase.ANSWERING)
+        self._tell_ends()
         self.after_step()
         seconds = clock.end()
         self.checks.step()
@@ -419,7 +426,7 @@ class Engine:
         return wishes
 
     def _finish(self, running: Running, reason: str, error: str | None = None) -> None:
-        """End a job: its memory is free, its reader told."""
+        """End a job: its memory is free at once; its reader is told a little later in the same step."""
         sequence, now = running.sequence, time.monotonic()
         if running.job.id in self._jobs:
             self.scheduler.finish(sequence)
@@ -443,7 +450,12 @@ class Engine:
         )
         self.counters.cached_tokens += outcome.cached_tokens
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
-        try:
-            running.job.reader.finish(outcome)
-        except Exception:
-            log.exception("the reader of %s failed at its end", running.job.id)
+        self._outcomes.append((running.job, outcome))
+
+    def _tell_ends(self) -> None:
+        while self._outcomes:
+            job, outcome = self._outcomes.popleft()
+            try:
+                job.reader.finish(outcome)
+            except Exception:
+                log.exception("the reader of %s failed at its end", job.id)
