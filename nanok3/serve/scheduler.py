@@ -5,6 +5,7 @@ What is left goes to prompts in chunks: half of it to the one that came first, s
 rest to those with least left, so that a short one does not wait for long ones; what a half leaves over is the other's.
 A quarter of the places is kept for prompts that fit into one step. A step begins with one prompt for every 64 tokens of
 its budget, or 8 where that is more: others wait while memory is made ready for each, and the rest come a step later.
+Where making ready takes long, a step begins with 4 and then with none any more after 0.8 ms.
 
 Whoever is served in a step waits for all of it, and whoever comes meanwhile for its end. So where somebody waits, an
 answer or a prompt that can be read to its end, prompts that cannot fill a step up to a quarter of the budget only, and
@@ -44,6 +45,8 @@ WATCHFUL_STEPS = 8
 """Steps after the last that others waited in, before the budget is theirs again."""
 ADMITTED_TOKENS, FEWEST_ADMITTED = 64, 8
 """A step begins with one prompt for so many tokens of its budget, or with so many where that is more."""
+HASTY_SECONDS, HASTY_ADMITTED = 0.8e-3, 4
+"""Once a step's deciding has taken so long, it begins with so many at most."""
 
 _by_rank = attrgetter("rank")
 
@@ -150,6 +153,8 @@ class Scheduler:
         """The same, each once; None until somebody asks."""
         self.before_lookup: Callable[[Sequence], None] = lambda sequence: None
         """Told each sequence that is to be admitted; may bring back what was evicted (offload.py)."""
+        self.deciding_seconds: Callable[[], float] = lambda: 0.0
+        """How long this step has been deciding, by whoever measures it."""
 
     @property
     def most_tokens(self) -> int:
@@ -326,15 +331,18 @@ class Scheduler:
         """Begin with whom there is a place and room for. The last quarter of the places is for prompts of at most one
         step."""
         most, budget = self.limits.max_sequences, self.limits.budget
-        places = min(most, len(self.running) + max(FEWEST_ADMITTED, budget // ADMITTED_TOKENS))
+        before = len(self.running)
+        places = min(most, before + max(FEWEST_ADMITTED, budget // ADMITTED_TOKENS))
         long_places = most - most // 4
-        if not self.waiting or len(self.running) >= places:
+        if not self.waiting or before >= places:
             return
         self._held, self._lent = None, sum([len(one.pages) + len(one.state) for one in self.running])
         reading = [one for one in self.running if not one.computed or len(one.ids) - one.computed > 1]
         for sequence in self._queue():
             taken = len(self.running)
             if taken >= places:
+                return
+            if taken >= before + HASTY_ADMITTED and self.deciding_seconds() > HASTY_SECONDS:
                 return
             if taken >= long_places and len(sequence.ids) > budget:
                 continue

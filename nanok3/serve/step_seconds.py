@@ -80,6 +80,10 @@ class StepClock:
         self.moving.take()
         self._phase, self._since, self._since_cpu = Phase.DECIDING, time.perf_counter(), time.thread_time()
 
+    def deciding_cpu(self) -> float:
+        """Computing time of this step's deciding so far, within that phase."""
+        return self._cpu[Phase.DECIDING] + time.thread_time() - self._since_cpu - self.moving.cpu
+
     def turn_to(self, phase: Phase) -> None:
         now, cpu, (moved, moved_cpu) = time.perf_counter(), time.thread_time(), self.moving.take()
         self._seconds[self._phase] += now - self._since - moved

@@ -264,6 +264,17 @@ def test_of_many_that_come_at_once_some_begin_a_step_later(budget, most):
     assert set(begun[:most]) == {*range(most // 2), *range(40 - most // 2, 40)}
 
 
+def test_where_making_ready_takes_long_four_begin_and_the_rest_later():
+    world = World(pages=2000, page_tokens=4, span=512, groups=1, budget=512, max_sequences=64)
+    world.scheduler.deciding_seconds = lambda: 1.0
+    many = [world.add([k] * 9) for k in range(10)]
+    begun = []
+    for _ in range(3):
+        world.step()
+        begun.append(sum(one.status is Status.RUNNING for one in many))
+    assert begun == [4, 8, 10]
+
+
 def test_who_comes_after_all_have_gone_has_the_whole_budget():
     world = World(pages=2000, page_tokens=4, span=512, groups=1, budget=32, max_sequences=8)
     world.run(world.add([9] * 12))

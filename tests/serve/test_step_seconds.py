@@ -37,6 +37,7 @@ def test_phases_that_come_again_add_up_and_moves_are_taken_off():
         clock.begin()
         spin(0.01)
         clock.moving.timed(lambda: spin(0.02))()
+        assert 0.01 <= clock.deciding_cpu() < 0.02, "so far, without the moves"
         clock.turn_to(Phase.READING)
         spin(0.03)
         clock.turn_to(Phase.DECIDING)
