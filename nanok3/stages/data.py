@@ -35,7 +35,7 @@ class DataArgs:
     picture_documents: int = 12_000
     """Picture documents of all kinds together, those for validation included."""
     picture_kinds: tuple[str, ...] = ()
-    """Kinds of pictures, by default those of the profile: colours, basics, silhouettes, tiles, spots, shapes,
+    """Kinds of pictures, by default those of the profile: colours, basics, silhouettes, inks, tiles, spots, shapes,
     places, compare, words, plots, tables, motion; full adds digits, photos, svg. There are also icons and flags,
     which need npm."""
     contact_sheet: Path | None = None

@@ -108,7 +108,7 @@ def test_questions_have_several_phrasings() -> None:
     assert question_text("How many?") == "\nQuestion: How many?\nAnswer:"
 
 
-@pytest.mark.parametrize("kind", ["shapes", "tiles"])
+@pytest.mark.parametrize("kind", ["shapes", "tiles", "inks"])
 def test_shapes_are_counted_named_and_coloured_right(kind: str) -> None:
     seen = set()
     for document in made(kind, 150):
@@ -123,7 +123,7 @@ def test_shapes_are_counted_named_and_coloured_right(kind: str) -> None:
     assert {shape for shape, _ in seen} == set(drawing.SHAPES) and len({count for _, count in seen}) == 5
 
 
-@pytest.mark.parametrize("kind", ["tiles", "spots", "silhouettes"])
+@pytest.mark.parametrize("kind", ["tiles", "spots", "silhouettes", "inks"])
 def test_every_shape_has_a_cell_of_its_own(kind: str) -> None:
     offs = set()
     for document in made(kind, 80):
@@ -148,6 +148,18 @@ def test_silhouettes_differ_in_nothing_but_forms_numbers_and_places() -> None:
             assert math.dist(patches[0].mean(axis=0), (down, across)) < 1.6
         seen.add((said["shape"], said["count"]))
     assert len(seen) > 20
+
+
+def test_inks_lie_on_one_paper_and_a_single_one_has_a_place() -> None:
+    for document in made("inks", 60):
+        said, (picture,) = answers(document), pictures(document)
+        assert picture.frames[0].getpixel((0, 0)) == shapes.SILHOUETTE[0]
+        assert len(picture.frames[0].getcolors()) == 2
+        assert ("pixel" in said) == ("position" in said) == (said["count"] == "one")
+        if "pixel" in said:
+            (patch,) = components(ink_of(picture.frames[0]))
+            across, down = map(float, said["pixel"].strip("()").split(", "))
+            assert math.dist(patch.mean(axis=0), (down, across)) < 1.6
 
 
 @pytest.mark.parametrize("kind", ["places", "spots"])

@@ -2,7 +2,8 @@
 
 | kind | needs | weight |
 |---|---|---|
-| colours, basics, silhouettes | Pillow | 0.05, 0.05, 0.05 |
+| colours, basics | Pillow | 0.05, 0.05 |
+| silhouettes, inks | Pillow | 0.05, 0.10 |
 | tiles, spots, shapes, places, compare | Pillow | 0.20, 0.10, 0.25, 0.15, 0.05 |
 | plots, tables, motion | Pillow | 0.08, 0.08, 0.09 |
 | words | Pillow, and matplotlib for its fonts | 0.30 |
@@ -29,12 +30,12 @@ from nanok3.data.pictures.drawing import dejavu_folder
 from nanok3.data.pictures.motion import motion
 from nanok3.data.pictures.packaged import digits_from, flags_from, icons_from, photos_from
 from nanok3.data.pictures.plots import plots, tables
-from nanok3.data.pictures.shapes import basics, colours, compare, places, shapes, silhouettes, spots, tiles
+from nanok3.data.pictures.shapes import basics, colours, compare, inks, places, shapes, silhouettes, spots, tiles
 from nanok3.data.pictures.words import words_from
 
 Maker = Callable[[Random], PictureDocument]
 
-FIRST = ("colours", "basics", "silhouettes", "tiles", "spots")
+FIRST = ("colours", "basics", "silhouettes", "inks", "tiles", "spots")
 CORE = (*FIRST, "shapes", "places", "compare", "words", "plots", "tables", "motion")
 MORE = ("digits", "photos", "svg")
 NPM = ("icons", "flags")
@@ -43,6 +44,7 @@ WEIGHTS = {
     "colours": 0.05,
     "basics": 0.05,
     "silhouettes": 0.05,
+    "inks": 0.10,
     "tiles": 0.20,
     "spots": 0.10,
     "shapes": 0.25,
@@ -100,6 +102,7 @@ def open_kind(kind: str, words: Sequence[str] = (), cache: Path | None = None) -
         "colours": colours,
         "basics": basics,
         "silhouettes": silhouettes,
+        "inks": inks,
         "tiles": tiles,
         "spots": spots,
         "shapes": shapes,

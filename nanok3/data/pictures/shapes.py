@@ -7,6 +7,7 @@
     tiles      as shapes, every shape in a cell of its own
     spots      as places, the shape in a cell
     silhouettes    one to five shapes in cells, dark on middle grey: form, number, and where a single one is
+    inks       the same in all colours, which are asked for, too
     compare    two pictures in one document
 
 The key of a picture is count, colour, form and the cells of a 4 x 4 grid that the centres lie in. Its hash decides
@@ -157,17 +158,33 @@ _SHAPE = ("Which shape is it?", "What shape do you see?", "Name the shape.")
 def silhouettes(random: Random) -> PictureDocument:
     """Shapes in cells without colours: a row is empty or it is not, and that is all that differs between rows besides
     the form. Where ink and paper vary, too, a tower from noise says colours first and for long nothing else."""
-    count, shape = random.randint(1, 5), random.choice(SHAPES)
-    shown = in_cells(random, count, "black", shape, SILHOUETTE)
-    number, many, (first, *_) = NUMBERS[count], plural(shape, count), shown.centres
-    asks = [Ask("count", _COUNT, number), Ask("shape", _SHAPE, shape)]
-    if count == 1:
+    shown = in_cells(random, random.randint(1, 5), "black", random.choice(SHAPES), SILHOUETTE)
+    number, many = NUMBERS[shown.count], plural(shown.shape, shown.count)
+    captions = f"{number.capitalize()} {many}.", f"{number.capitalize()}.", f"{shown.shape.capitalize()}."
+    facts = [number, many, shown.shape]
+    return tell(random, "silhouettes", [shown.picture], [shown.key], captions, _form(shown), facts)
+
+
+def inks(random: Random) -> PictureDocument:
+    """Coloured silhouettes: the paper is still the same grey, so that a row without ink still says nothing."""
+    colour = random.choice(list(COLOURS))
+    look = SILHOUETTE[0], shade(random, colour)
+    shown = in_cells(random, random.randint(1, 5), colour, random.choice(SHAPES), look)
+    captions = f"{shown.name.capitalize()}.", f"{colour.capitalize()} {plural(shown.shape, shown.count)}."
+    asks = [Ask("colour", _COLOUR, colour), *_form(shown)]
+    return tell(random, "inks", [shown.picture], [shown.key], captions, asks, shown.name.split())
+
+
+def _form(shown: Scene) -> list[Ask]:
+    """Number, form, and where a single shape is."""
+    shape, centre = shown.shape, shown.centres[0]
+    asks = [Ask("count", _COUNT, NUMBERS[shown.count]), Ask("shape", _SHAPE, shape)]
+    if shown.count == 1:
         asks += [
-            Ask("pixel", (f"At which pixel is the {shape}?",), pixels(first)),
-            Ask("position", (f"Where is the {shape}, from 0 to 1?",), fractions(first, shown.picture.size)),
+            Ask("pixel", (f"At which pixel is the {shape}?",), pixels(centre)),
+            Ask("position", (f"Where is the {shape}, from 0 to 1?",), fractions(centre, shown.picture.size)),
         ]
-    captions = f"{number.capitalize()} {many}.", f"{number.capitalize()}.", f"{shape.capitalize()}."
-    return tell(random, "silhouettes", [shown.picture], [shown.key], captions, asks, [number, many, shape])
+    return asks
 
 
 def _what(random: Random, kind: str, shown: Scene) -> PictureDocument:
