@@ -35,6 +35,7 @@ from nanok3.serve.sampler import SamplingParams
 
 SECONDS = 600.0
 """Longest wait for a server's next bytes."""
+ADDRESS = "http://HOST:PORT of a nanok3 serve, commas between several"
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,14 @@ class Workers:
     key: str = ""
     """Their admin key."""
 
-    def speaker(self, model: K3, settings: RLSettings, run: Path) -> HttpSpeaker:
+    def check(self, settings: RLSettings) -> None:
         """ValueError where a server does not answer, or for what cannot be asked of one."""
         if settings.learner.replay:
             raise ValueError("learner.replay is True; allowed with workers: False, servers do not tell their routes")
+        _reach(self.urls, self.key)
+
+    def speaker(self, model: K3, settings: RLSettings, run: Path) -> HttpSpeaker:
+        self.check(settings)
         return HttpSpeaker(
             self.urls, run / "weights", lambda folder: save(model, folder, dtype=torch.float32), self.key
         )
@@ -58,10 +63,14 @@ class Server:
     """One of ours, and how many turns it has."""
 
     def __init__(self, url: str, key: str = "") -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"workers: {url!r}; allowed: http://HOST:PORT of a nanok3 serve, commas between several")
-        self.url, self.host, self.port, self.turns = url, parts.hostname, parts.port or 80, 0
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            host, port = parts.hostname, parts.port or 80
+        except ValueError:  # a port that is none, a bracket that is not closed
+            host = None
+        if not host or parts.scheme != "http" or parts.path.rstrip("/") not in ("", "/v1"):
+            raise ValueError(f"workers: {url!r}; allowed: {ADDRESS}")
+        self.url, self.host, self.port, self.turns = url.rstrip("/").removesuffix("/v1"), host, port, 0
         self.headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
     def connect(self) -> http.client.HTTPConnection:
@@ -74,7 +83,7 @@ class Server:
             connection.request(method, path, None if body is None else json.dumps(body), self.headers)
             answer = connection.getresponse()
             said = answer.read()
-        except OSError as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise ValueError(f"workers: {self.url} cannot be reached ({error}); is the server running?") from None
         finally:
             connection.close()
@@ -82,7 +91,24 @@ class Server:
             raise ValueError(
                 f"workers: {self.url}{path} answers {answer.status}: {said[:500].decode('utf-8', 'replace')}"
             )
-        return json.loads(said)
+        try:
+            return json.loads(said)
+        except ValueError:
+            raise ValueError(f"workers: {self.url}{path} answers no JSON; allowed: {ADDRESS}") from None
+
+
+def _reach(urls: Sequence[str], key: str) -> tuple[list[Server], int]:
+    """Servers that have answered, and the tokens that a sequence may have in all of them."""
+    if not urls:
+        raise ValueError(f"workers is empty; allowed: {ADDRESS}")
+    servers = [Server(url, key) for url in urls]
+    lengths = []
+    for server in servers:
+        try:
+            lengths.append(int(server.ask("GET", "/v1/models")["data"][0]["max_model_len"]))
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"workers: {server.url} does not say max_model_len; allowed: {ADDRESS}") from None
+    return servers, min(lengths)
 
 
 class _Stream:
@@ -118,11 +144,7 @@ class HttpSpeaker:
     """Says turns through servers. `save` writes the weights as they are now into a folder."""
 
     def __init__(self, urls: Sequence[str], folder: Path, save: Callable[[Path], None], key: str = "") -> None:
-        if not urls:
-            raise ValueError("workers is empty; allowed: http://HOST:PORT of a nanok3 serve, commas between several")
-        self.servers = [Server(url.rstrip("/").removesuffix("/v1"), key) for url in urls]
-        models = [server.ask("GET", "/v1/models")["data"][0] for server in self.servers]
-        self.context = min(model["max_model_len"] for model in models)
+        self.servers, self.context = _reach(urls, key)
         self.folder, self.save = folder.resolve(), save
         self.version = self.said_tokens = 0
         self._pushed: int | None = None

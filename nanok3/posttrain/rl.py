@@ -323,6 +323,8 @@ def train(
         say(f"passed over: {problem}")
     if not resume and (run / "metrics.jsonl").exists():
         raise ValueError(f"out: {run} holds a run; add --resume, or choose another folder")
+    if workers is not None:
+        workers.check(settings)  # before anything is measured or written
     state = None
     if found is not None:
         model, state = load_checkpoint(found)

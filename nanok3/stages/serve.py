@@ -302,12 +302,13 @@ def main(args: ServeArgs) -> None:
 
 def open_app(args: ServeArgs) -> tuple[Any, Engine, str]:
     """The ASGI app over an engine that has not been started, and the model's name."""
+    from nanok3.data.chat import OURS
     from nanok3.serve.api import make_app
     from nanok3.serve.engine import Engine
     from nanok3.serve.grammar import for_request
 
     settings, _ = args.engine_settings(), args.cache_bytes()  # mistakes are told before a model is read
-    args.draft_folder()
+    args.draft_folder(), args.server_settings(OURS)
     runner, tokenizer, forbidden, sentences = open_scripted(args) if args.scripted else open_real(args)
     settings = replace(settings, tier=args.tier(runner))
     ends = {tokenizer.eos_id, tokenizer.end_of_msg_id}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
+import socket
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,12 +14,14 @@ import torch
 from playing import TOKENIZER, OneAnswer
 from served import Served, listening
 
+from nanok3.cli import main
 from nanok3.config import K3Config
 from nanok3.model.decoder import K3
+from nanok3.model.weights import save
 from nanok3.posttrain import rl as rl_module
 from nanok3.posttrain.domains import SENTENCES
 from nanok3.posttrain.effort import Budgets
-from nanok3.posttrain.http_worker import Workers
+from nanok3.posttrain.http_worker import HttpSpeaker, Server, Workers
 from nanok3.posttrain.rl import RL
 from nanok3.posttrain.rl_settings import LearnerSettings, RLSettings, RolloutSettings
 from nanok3.posttrain.speaker import open_engine
@@ -104,3 +109,64 @@ def test_a_pause_keeps_what_was_said(tmp_path):
     for sample in (sample for part in seen for sample in part):
         assert len(sample.versions) == len(sample.logprobs) == len(sample.places)
         assert sample.versions == sorted(sample.versions)
+
+
+def test_what_the_endpoint_refuses(tmp_path):
+    admin = {"Authorization": "Bearer root"}
+    save(untaught(depth=2), tmp_path / "other")
+    with worker(reload=False) as (url, closed):
+        answer = closed.post("/admin/reload", {"folder": "x", "version": 1}, admin)
+        assert answer.status_code == 501 and "--allow-reload" in answer.text
+        with pytest.raises(ValueError, match=r"/admin/reload answers 401"):
+            Server(url).ask("POST", "/admin/reload", {})
+    with worker() as (_, stub):
+        for body, message in (
+            ({"folder": str(tmp_path), "version": 1}, "folder is"),
+            ({"folder": str(tmp_path / "other"), "version": -1}, "version is -1"),
+            ({"folder": str(tmp_path / "other")}, "version is null"),
+            ({"folder": str(tmp_path / "other"), "version": 1}, "another shape"),
+        ):
+            answer = stub.post("/admin/reload", body, admin)
+            assert answer.status_code == 400 and message in answer.text, answer.text
+        answer = stub.post("/v1/completions", {"prompt": [1, 2], "return_token_ids": True})
+        assert answer.status_code == 400 and "true only with logprobs" in answer.text
+        asked = {"prompt": [1, 2], "return_token_ids": True, "logprobs": 0, "max_tokens": 3, "ignore_eos": True}
+        choice = stub.post("/v1/completions", asked).json()["choices"][0]
+        assert len(choice["token_ids"]) == 3 == len(choice["logprobs"]["token_logprobs"])
+        assert choice["weight_version"] == 0
+
+
+def test_mistakes(tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:9 cannot be reached"):
+        HttpSpeaker(["http://127.0.0.1:9"], tmp_path, lambda folder: None)
+    for url in ("ftp://x", "ftp://y:1/v1", "http://", "http:///v1", "", "http://x:port", "http://[::1", "http://x/y"):
+        with pytest.raises(ValueError, match=rf"workers: '{re.escape(url)}'; allowed: http://HOST:PORT of a nanok3"):
+            HttpSpeaker([url], tmp_path, lambda folder: None)
+    with pytest.raises(ValueError, match="workers is empty"):
+        HttpSpeaker([], tmp_path, lambda folder: None)
+    replay = replace(SETTINGS, learner=replace(SETTINGS.learner, replay=True))
+    with pytest.raises(ValueError, match=r"learner.replay is True"):
+        Workers(("http://x",)).speaker(untaught(), replay, tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be reached"):
+        rl_module.train(untaught(), TOKENIZER, OneAnswer(), SETTINGS, tmp_path / "run", workers=Workers(("[::1]:9",)))
+    assert not (tmp_path / "run").exists(), "nothing is written for servers that are not there"
+    assert main(["serve", str(tmp_path), "--port", "0", "--allow-reload"]) == 2
+    assert "allow_reload needs --admin-key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", [b"", b"SSH-2.0-x\r\n", b"{}", b"<html>", b'{"data": []}', b"[]"])
+def test_a_server_that_is_none_of_ours(said):
+    head = b"" if said.startswith(b"SSH") or not said else b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(said)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(head + said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ValueError, match=r"^workers: http://127.0.0.1:\d+"):
+            Workers((f"http://127.0.0.1:{listener.getsockname()[1]}",)).check(SETTINGS)
+        thread.join()
