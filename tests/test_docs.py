@@ -173,9 +173,9 @@ def flags_of(record: type, prefix: str = "--") -> set[str]:
 
 
 def flags_before_tyro(parse: Callable[..., object]) -> set[str]:
-    """What a stage that reads its own command line takes out of it first: `_take_option(argv, "--config")`."""
+    """What a stage that reads its own command line takes out of it first: `take_option(argv, "--config")`."""
     taken = [node for node in ast.walk(ast.parse(inspect.getsource(parse))) if isinstance(node, ast.Call)]
-    names = [call.args[1] for call in taken if getattr(call.func, "id", "") == "_take_option" and len(call.args) == 2]
+    names = [call.args[1] for call in taken if getattr(call.func, "id", "") == "take_option" and len(call.args) == 2]
     return {node.value for node in names if isinstance(node, ast.Constant)}
 
 

@@ -69,10 +69,10 @@ def parse(argv: list[str]) -> PretrainArgs:
     """The command line over `--config FILE` (or, with --resume, the run's own config.yaml) over the defaults."""
     import tyro
 
-    file, rest = _take_option(argv, "--config")
+    file, rest = take_option(argv, "--config")
     default = PretrainArgs()
     if "--resume" in rest and file is None:
-        out = Path(_take_option(rest, "--out")[0] or default.out)
+        out = Path(take_option(rest, "--out")[0] or default.out)
         if not (out / "config.yaml").exists():
             raise ValueError(f"--resume: {out / 'config.yaml'} does not exist; there is no run to go on with")
         file = str(out / "config.yaml")
@@ -80,13 +80,13 @@ def parse(argv: list[str]) -> PretrainArgs:
         default = from_yaml(Path(file), default)
     # A length on the command line replaces one from the file, be it steps or minutes.
     for given, other in (("steps", "minutes"), ("minutes", "steps")):
-        if _take_option(rest, f"--train.{given}")[0] is not None:
+        if take_option(rest, f"--train.{given}")[0] is not None:
             none: dict[str, Any] = {other: None}
             default = replace(default, train=replace(default.train, **none))
     return tyro.cli(PretrainArgs, args=rest, prog="nanok3 pretrain", default=default)
 
 
-def _take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
+def take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
     """The value of `--name VALUE` or `--name=VALUE`, and the rest of the command line."""
     for i, word in enumerate(argv):
         if word == name:

@@ -69,12 +69,13 @@ class SftArgs:
 
 def parse(argv: list[str]) -> SftArgs:
     """The command line over the defaults; with --resume over the settings of the run."""
+    from nanok3.stages.pretrain import take_option
+
     default = SftArgs()
-    if "--domains" in argv:
+    if take_option(argv, "--domains")[0] is not None:
         default = replace(default, train=WORLD)
     if "--resume" in argv:
-        at = argv.index("--out") + 1 if "--out" in argv else 0
-        default = saved(Path(argv[at]) if 0 < at < len(argv) else default.out)
+        default = saved(Path(take_option(argv, "--out")[0] or default.out))
     return tyro.cli(SftArgs, args=argv, prog="nanok3 sft", default=default)
 
 

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from nanok3.config import K3Config
+from nanok3.data.files import write_file
 from nanok3.model.decoder import K3
 from nanok3.model.weights import save
 from nanok3.posttrain.domains import small_tokenizer
 from nanok3.posttrain.sft_settings import DEFAULTS, WORLD
 from nanok3.serve.run_folder import stage_of
-from nanok3.stages.sft import SftArgs, check, main, parse, saved
+from nanok3.stages.sft import SftArgs, check, main, parse, plain, saved
 from nanok3.train.checkpoint import checkpoints
 from nanok3.train.run_record import read_run
 
@@ -74,6 +76,16 @@ def test_a_small_model_from_demonstrations(tmp_path):
 def test_flags_that_do_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
         check(replace(SftArgs(), **changes))
+
+
+def test_the_run_is_found_however_out_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, threads in (("runs/sft", 1), ("mine", 7)):  # the first is the default
+        write_file(Path(name) / "config.yaml", yaml.safe_dump({"settings": plain(SftArgs(threads=threads))}).encode())
+    for flags in (["--out", "mine"], ["--out=mine"]):
+        assert parse([*flags, "--resume"]).threads == 7
+    with pytest.raises(ValueError, match="--out needs a value"):
+        parse(["--resume", "--out"])
 
 
 def test_going_on_without_a_run(tmp_path):
