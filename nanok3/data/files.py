@@ -30,3 +30,21 @@ def write_file(path: Path, content: bytes) -> None:
     """Write `content` under `path`, whole or not at all."""
     with replacing(path) as file:
         file.write(content)
+
+
+def check_place(name: str, path: Path) -> None:
+    """ValueError, with the field's name, where nothing can be made under `path`: told before there is work to lose."""
+    there = path.absolute().parent
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(f"{name} is {path}; {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{name} is {path}; {there} cannot be written to")
+
+
+def check_file(name: str, path: Path) -> None:
+    """The same for a file that is to be written or replaced."""
+    if path.is_dir():
+        raise ValueError(f"{name} is {path}, which is a folder; name a file")
+    check_place(name, path)

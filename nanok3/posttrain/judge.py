@@ -18,6 +18,7 @@ is done about a rejected run are ours.
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import urllib.error
@@ -174,32 +175,40 @@ def over_http(base: str, key: str = "", seconds: float = 120.0) -> Complete:
     """Requests to `base`/chat/completions."""
 
     def complete(request: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        asked = urllib.request.Request(f"{base.rstrip('/')}/chat/completions", json.dumps(request).encode(), headers)
-        return _answer(asked, base, seconds)
+        return _answer("chat/completions", request, base, key, seconds)
 
     return complete
 
 
 def served_models(base: str, key: str = "", seconds: float = 120.0) -> list[str]:
     """Names of the models behind `base`. ValueError where nobody answers."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    listed = _answer(urllib.request.Request(f"{base.rstrip('/')}/models", headers=headers), base, seconds)
-    return [str(model["id"]) for model in listed.get("data", ())]
+    listed = _answer("models", None, base, key, seconds).get("data")
+    return [str(model["id"]) for model in listed or () if isinstance(model, dict) and "id" in model]
 
 
-def _answer(asked: urllib.request.Request, base: str, seconds: float) -> dict[str, Any]:
+def _answer(path: str, request: dict[str, Any] | None, base: str, key: str, seconds: float) -> dict[str, Any]:
     """The JSON of a reply. ValueError with what the server says, or that there is none."""
+    if not base.startswith(("http://", "https://")):
+        raise ValueError(f"base_url is {base!r}; allowed: http://HOST:PORT/v1, or https")
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    data = None if request is None else json.dumps(request).encode()
     try:
+        asked = urllib.request.Request(f"{base.rstrip('/')}/{path}", data, headers)
         with urllib.request.urlopen(asked, timeout=seconds) as reply:
-            body: dict[str, Any] = json.load(reply)
+            said = reply.read()
     except urllib.error.HTTPError as error:
         said = error.read(2000).decode("utf-8", "replace")
         hint = "api_key: " if error.code in (401, 403) else ""
         raise ValueError(f"{hint}{base} answers {error.code}: {said}") from None
-    except (urllib.error.URLError, TimeoutError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # the last: an address or a key that is none
         reason = getattr(error, "reason", error)
         raise ValueError(f"base_url: {base} cannot be reached ({reason}); is the server running?") from None
+    try:
+        body = json.loads(said)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise ValueError(f"base_url: {base} answers no JSON object; allowed: an OpenAI-compatible API, /v1 included")
     return body
 
 
@@ -214,7 +223,11 @@ class ChatJudge:
     def __call__(self, played: Trajectory) -> Reply:
         told = messages(Harness(prompt="none"), played)
         request = {"model": self.model, "messages": told, "tools": schemas(TOOLS), "max_tokens": self.max_tokens}
-        said = self.complete(request)["choices"][0]["message"]
-        functions = [call["function"] for call in said.get("tool_calls") or ()]
-        calls = tuple(Call(function["name"], function["arguments"]) for function in functions)
+        try:
+            said = self.complete(request)["choices"][0]["message"]
+            functions = [call["function"] for call in said.get("tool_calls") or ()]
+            calls = tuple(Call(function["name"], function["arguments"]) for function in functions)
+        except (KeyError, IndexError, TypeError, AttributeError):
+            said = "base_url: a reply without choices[0].message; allowed: an OpenAI-compatible API"
+            raise ValueError(said) from None
         return Reply(said.get("content") or "", calls, said.get("reasoning_content") or "")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nanok3.eval.agentic_record import Row
 
 LOCAL = "http://127.0.0.1:8000/v1"
+DAY = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +84,8 @@ def check(args: AgenticArgs) -> None:
         value = getattr(args, name)
         if value is not None and not 1 <= value <= 1_000_000:
             raise ValueError(f"{name} is {value}; it must lie between 1 and 1000000")
-    if not args.timeout > 0:
-        raise ValueError(f"timeout is {args.timeout}; it must be above 0")
+    if not 0 < args.timeout <= DAY:
+        raise ValueError(f"timeout is {args.timeout}; it must be above 0, and at most {DAY} seconds")
     if args.temperature is not None and not 0 <= args.temperature <= 2:
         raise ValueError(f"temperature is {args.temperature}; it must lie between 0 and 2")
 

@@ -48,6 +48,7 @@ def main(
     """Run the command on its own tables or on others; SystemExit(1) if a check fails."""
     import torch
 
+    from nanok3.data.files import check_file, write_file
     from nanok3.eval.exactness_model import EQUALITIES
     from nanok3.stages.doctor_operators import OPERATORS
     from nanok3.train.machine import keep_freed_memory
@@ -56,11 +57,11 @@ def main(
         if not 1 <= args.threads <= 1024:
             raise ValueError(f"threads is {args.threads}; it must lie between 1 and 1024")
         torch.set_num_threads(args.threads)
+    if args.json is not None:
+        check_file("json", args.json)
     keep_freed_memory()  # as every run does: else large results are timed with their page faults
     found = examine(operators or OPERATORS, EQUALITIES if equalities is None else equalities)
     if args.json is not None:
-        from nanok3.data.files import write_file
-
         write_file(args.json, (json.dumps(found, indent=1) + "\n").encode())
     failed = [check for check in found["checks"] if not check["ok"]]
     if failed:

@@ -153,14 +153,16 @@ class GenerateArgs(SamplingFlags, ModelFlags):
 
 def main(args: GenerateArgs) -> None:
     """Run the command. ValueError for wrong arguments; KeyboardInterrupt, after saving, for Ctrl-C."""
+    from nanok3.data.files import check_file
     from nanok3.serve.draft_folder import load_draft
     from nanok3.serve.routing_trace import Recorder
 
     params, prompts = args.sampling(), read_prompts(args)
     if args.resume and args.out is None:
         raise ValueError("--resume goes on with an --out file; give --out too")
-    if args.routing_trace is not None and args.routing_trace.is_dir():
-        raise ValueError(f"routing_trace is {args.routing_trace}, which is a folder; name a file")
+    for name, path in (("routing_trace", args.routing_trace), ("out", args.out)):
+        if path is not None:
+            check_file(name, path)
     images, named = read_images(args), drafter_of(args.draft, args.draft_tokens)
     answers = Answers(args.out, prompts, settings(args, params), args.seed is None, args.resume) if args.out else None
     if answers is not None:

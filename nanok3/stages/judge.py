@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nanok3.posttrain.judge import Candidate, ChatJudge
 
 LOCAL = "http://127.0.0.1:8000/v1"
+DAY = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +62,16 @@ class Case:
 
 def main(args: JudgeArgs) -> None:
     """Judge line by line; what is done stays in --out."""
+    from nanok3.data.files import check_file
     from nanok3.posttrain.judge import tournament
 
     for name in ("sigma", "max_tokens", "timeout"):
         if not getattr(args, name) > 0:
             raise ValueError(f"{name} is {getattr(args, name)}; it must be above 0")
+    if args.timeout > DAY:
+        raise ValueError(f"timeout is {args.timeout}; it must be at most {DAY} seconds")
+    if args.out is not None:
+        check_file("out", args.out)
     cases = list(read_cases(args.candidates))
     judge = open_judge(args)
     verdicts = []
@@ -113,7 +119,11 @@ def read_cases(path: Path) -> Iterator[Case]:
     """The lines, checked. ValueError names the line, the field and what is allowed."""
     if not path.is_file():
         raise ValueError(f"candidates: no file {path}")
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"candidates: {path} is no UTF-8 ({error})") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             yield read_case(line, f"{path}: line {number}")
 

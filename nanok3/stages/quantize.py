@@ -60,6 +60,7 @@ def main(args: QuantizeArgs) -> None:
     """Run the command. ValueError for a model that cannot be packed and for a folder that is in the way."""
     import torch
 
+    from nanok3.data.files import check_place
     from nanok3.model.mtp import load_prediction
     from nanok3.model.weights import load
     from nanok3.quant.pack import pack_experts
@@ -76,6 +77,7 @@ def main(args: QuantizeArgs) -> None:
         raise ValueError(f"bytes is {args.bytes}; it must be at least 2")
     if args.out.exists():
         raise ValueError(f"out is {args.out}, which exists; name a folder to be made")
+    check_place("out", args.out)
     folder = model_folder(args.model)
     settings = settings_of(run_of(folder)).get("train", {})
     rule, remarks = rule_of(args.scale_rule, settings)

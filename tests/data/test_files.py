@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nanok3.data.files import replacing, write_file
+from nanok3.cli import main
+from nanok3.data.files import check_file, replacing, write_file
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -19,3 +20,36 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         file.write(b"third")
         assert path.read_bytes() == b"first"
     assert path.read_bytes() == b"third" and list(path.parent.iterdir()) == [path]
+
+
+def test_where_nothing_can_be_made_is_told_with_the_field(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    check_file("out", tmp_path / "new" / "ä b" / "x")
+    check_file("out", tmp_path / "file")
+    assert not (tmp_path / "new").exists(), "nothing is made to find out"
+    for path, message in (
+        (tmp_path, "which is a folder; name a file"),
+        (tmp_path / "file" / "x", "file is no folder"),
+        (tmp_path / "file" / "deeper" / "x", "file is no folder"),
+    ):
+        with pytest.raises(ValueError, match=f"^out is {path}.*{message}"):
+            check_file("out", path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["doctor", "--json"],
+        ["generate", "MODEL", "Hi", "--routing-trace"],
+        ["generate", "MODEL", "Hi", "--out"],
+        ["quantize", "MODEL", "--out"],
+    ],
+)
+def test_commands_say_so_before_they_work(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    assert main([*(w.replace("MODEL", str(tmp_path / "none")) for w in command), str(tmp_path / "file" / "x")]) == 2
+    assert f"{command[-1][2:].replace('-', '_')} is {tmp_path}/file/x; {tmp_path}/file is no folder" in (
+        capsys.readouterr().err
+    )

@@ -122,6 +122,8 @@ def test_mistakes_are_told(tmp_path, capsys):
     assert "concurrency is 0; it must lie between 1 and 1000000" in capsys.readouterr().err
     assert main(["agentic", "--out", str(tmp_path / "none"), "--timeout", "0"]) == 2
     assert "timeout is 0.0; it must be above 0" in capsys.readouterr().err
+    assert main(["agentic", "--out", str(tmp_path / "none"), "--timeout", "1e30"]) == 2
+    assert "timeout is 1e+30; it must be above 0, and at most 86400 seconds" in capsys.readouterr().err
     with served() as stub, listening(stub.app) as base:
         with pytest.raises(ValueError, match=r"model is 'gpt'; .* has stub"):
             agentic(args(base, tmp_path / "b", model="gpt"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 
 import pytest
 from served import listening, served
@@ -11,7 +13,8 @@ from nanok3.cli import main
 from nanok3.data.chat import answer, encode
 from nanok3.data.tokenizer import train_tokenizer
 from nanok3.envs.tools import schemas
-from nanok3.posttrain.judge import TOOLS
+from nanok3.posttrain.judge import TOOLS, ChatJudge, served_models
+from nanok3.posttrain.judge import run as one_run
 from nanok3.stages.judge import JudgeArgs, read_case
 from nanok3.stages.judge import main as judge
 
@@ -89,3 +92,45 @@ def test_mistakes_of_the_command(tmp_path, capsys):
             judge(JudgeArgs(candidates=tmp_path / "c.jsonl", base_url=base, model="gpt"))
         with pytest.raises(ValueError, match="answers 404"):
             judge(JudgeArgs(candidates=tmp_path / "c.jsonl", base_url=f"{base}/nowhere"))
+
+
+def test_mistakes_that_are_told_before_anything_is_asked(tmp_path, capsys):
+    data = write(tmp_path / "c.jsonl", {"goal": "g", "candidates": ["a", "b"]})
+    (tmp_path / "bad.jsonl").write_bytes(b"\xff\xfe")
+    for flags, message in (
+        ([data, "--timeout", "1e30"], "timeout is 1e+30; it must be at most 86400 seconds"),
+        ([data, "--out", tmp_path], "which is a folder; name a file"),
+        ([tmp_path / "bad.jsonl"], "bad.jsonl is no UTF-8"),
+        ([data, "--base-url", "nonsense"], "base_url is 'nonsense'; allowed: http://HOST:PORT/v1"),
+        ([data, "--base-url", "ftp://x"], "base_url is 'ftp://x'; allowed: http://HOST:PORT/v1"),
+        ([data, "--base-url", "http://[::1/v1"], "base_url: http://[::1/v1 cannot be reached"),
+        ([data, "--base-url", "http://a b/v1"], "base_url: http://a b/v1 cannot be reached"),
+        ([data, "--base-url", "http://"], "base_url: http:// cannot be reached"),
+        ([data, "--base-url", "http://127.0.0.1:9/v1", "--api-key", "\u20ac"], "cannot be reached"),
+    ):
+        assert main(["judge", *map(str, flags)]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", [b"", b"SSH-2.0\r\n", b"HTTP/1.1 200 OK\r\n\r\n<p>", b"HTTP/1.1 200 OK\r\n\r\n[]"])
+def test_what_is_no_api_is_told(said):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        base = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        with pytest.raises(ValueError, match=f"^base_url: {base} (cannot be reached|answers no JSON object)"):
+            served_models(base)
+        thread.join()
+
+
+def test_a_reply_without_a_message_is_an_error_that_says_so():
+    for reply in ({}, {"choices": []}, {"choices": [{"message": None}]}, {"choices": [3]}):
+        with pytest.raises(ValueError, match=r"a reply without choices\[0\].message"):
+            one_run(ChatJudge(lambda request, reply=reply: reply), "g", "a", "b")
