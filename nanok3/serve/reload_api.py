@@ -23,12 +23,19 @@ async def reload(server: Server, call: Call) -> dict[str, Any]:
         raise RequestError("this server keeps its weights; it needs --allow-reload", None, "not_supported", 501)
     f = Fields(await in_thread(read_json, call.body))
     folder, version = f.string("folder"), f.integer("version", 0, 2**31 - 1)
-    if folder is None or not (Path(folder) / "config.json").is_file():
+    if folder is None or not _has_model(Path(folder)):
         raise f.refuse("folder", "a folder with a model that this server can read")
     if version is None:
         raise f.refuse("version", "a number, 0 to 2147483647")
     await asyncio.to_thread(_reload, server, server.engine.runner, Path(folder), version)
     return {"status": "reloaded", "version": version}
+
+
+def _has_model(folder: Path) -> bool:
+    try:
+        return (folder / "config.json").is_file()
+    except OSError:  # a name that no file system takes
+        return False
 
 
 def _reload(server: Server, runner: Runner, folder: Path, version: int) -> None:
@@ -37,7 +44,7 @@ def _reload(server: Server, runner: Runner, folder: Path, version: int) -> None:
     model = runner.model
     try:
         read = load(folder, model.lm_head.weight.dtype, "cpu")
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # also a file that is not there yet, or cut off
         raise RequestError(str(error), "folder") from None
     weights = read.state_dict()
     if {name: w.shape for name, w in weights.items()} != {name: w.shape for name, w in model.state_dict().items()}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import socket
 import threading
@@ -114,6 +115,8 @@ def test_a_pause_keeps_what_was_said(tmp_path):
 def test_what_the_endpoint_refuses(tmp_path):
     admin = {"Authorization": "Bearer root"}
     save(untaught(depth=2), tmp_path / "other")
+    save(untaught(), tmp_path / "half")
+    os.truncate(tmp_path / "half/model.safetensors", 60_000)
     with worker(reload=False) as (url, closed):
         answer = closed.post("/admin/reload", {"folder": "x", "version": 1}, admin)
         assert answer.status_code == 501 and "--allow-reload" in answer.text
@@ -122,6 +125,8 @@ def test_what_the_endpoint_refuses(tmp_path):
     with worker() as (_, stub):
         for body, message in (
             ({"folder": str(tmp_path), "version": 1}, "folder is"),
+            ({"folder": "x" * 9999, "version": 1}, "allowed: a folder with a model"),
+            ({"folder": str(tmp_path / "half"), "version": 1}, "truncated"),
             ({"folder": str(tmp_path / "other"), "version": -1}, "version is -1"),
             ({"folder": str(tmp_path / "other")}, "version is null"),
             ({"folder": str(tmp_path / "other"), "version": 1}, "another shape"),
