@@ -167,7 +167,10 @@ def data_of(model_folder: Path, settings: dict[str, Any]) -> Path:
     """The prepared data that the settings of the model's run name."""
     if "data" not in settings:
         raise ValueError(f"data: {model_folder} belongs to no run that names its data; give --data")
-    return Path(settings["data"])
+    data = Path(settings["data"])
+    if not data.is_dir():
+        raise ValueError(f"data: {model_folder} was trained on {data}, which is not here; give --data")
+    return data
 
 
 # ---------------------------------------------------------------------- the numbers

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from nanok3.serve.speculative import Speculation
 
 GIB = 1 << 30
+DAY = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +276,10 @@ class ServeArgs:
 def _read_keys(path: Path) -> list[str]:
     if not path.is_file():
         raise ValueError(f"api_key_file: no file {path}")
-    keys = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    try:
+        keys = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"api_key_file: {path} is no UTF-8 ({error})") from None
     if not keys:
         raise ValueError(f"api_key_file: {path} has no key")
     return keys
@@ -285,8 +289,8 @@ def main(args: ServeArgs) -> None:
     """Serve until told to end."""
     if not 0 <= args.port < 65536:
         raise ValueError(f"port is {args.port}; allowed: 0 to 65535")
-    if args.drain_timeout < 0:
-        raise ValueError(f"drain_timeout is {args.drain_timeout}; it must be at least 0")
+    if not 0 <= args.drain_timeout <= DAY:
+        raise ValueError(f"drain_timeout is {args.drain_timeout}; it must lie between 0 and {DAY} seconds")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     listen(args.host, args.port).close()  # an address that cannot be had is told before a model is read
     app, engine, name = open_app(args)

@@ -145,6 +145,12 @@ def test_flags_that_are_mistakes(tmp_path):
             open_app(ServeArgs(**flags))
     with pytest.raises(ValueError, match="api_key_file"):
         ServeArgs(api_key_file=tmp_path / "keys").server_settings(None)
+    (tmp_path / "keys").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"api_key_file: .*keys is no UTF-8"):
+        open_app(ServeArgs(model=tmp_path, api_key_file=tmp_path / "keys"))  # before a model is looked for
+    for seconds in (-1.0, float("nan"), 1e30):
+        with pytest.raises(ValueError, match=r"drain_timeout is .*; it must lie between 0 and 86400 seconds"):
+            main(ServeArgs(model=tmp_path, drain_timeout=seconds))
     with pytest.raises(ValueError, match="memory is -1"):
         memory_bytes(-1.0, None)
     assert memory_bytes(0.5, None) == 1 << 29

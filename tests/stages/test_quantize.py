@@ -19,6 +19,7 @@ from nanok3.model.latent_moe import PackedExperts
 from nanok3.model.mtp import FILE, attach, load_prediction, save_prediction
 from nanok3.quant.mxfp import MXFP4, project
 from nanok3.serve.run_folder import open_model
+from nanok3.stages.eval import data_of
 from nanok3.stages.quantize import REPORT, QuantizeArgs, main, rule_of
 from nanok3.stages.quantize import measure as measure_cost
 
@@ -150,3 +151,8 @@ def test_targets_and_models_in_the_way(run: Path, tmp_path: Path) -> None:
     nanok3.save(dense, tmp_path / "dense")
     with pytest.raises(ValueError, match="K3 has no routed experts"):
         main(QuantizeArgs(model=tmp_path / "dense", out=tmp_path / "q"))
+
+
+def test_a_run_whose_data_is_elsewhere() -> None:
+    with pytest.raises(ValueError, match=r"m was trained on gone, which is not here; give --data"):
+        data_of(Path("m"), {"data": "gone"})
