@@ -395,7 +395,8 @@ def picture(panels: Sequence[Panel], description: str) -> str:
     parts.append(text(0, top + 8, description, "soft"))
     told = max((len(bar.told) for panel in panels for bar in panel.bars), default=0)
     whole = svg(parts, LABELS + 8 + BARS + 12 + LETTER * told, top + 16, description)
-    return whole.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    whole = whole.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return whole.replace(">", '><rect width="100%" height="100%" fill="white"/>', 1)  # for readers on dark paper
 
 
 # ---------------------------------------------------------------------- the whole
