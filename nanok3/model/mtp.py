@@ -33,7 +33,7 @@ from tempfile import TemporaryDirectory
 import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from nanok3.config import K3Config
@@ -41,7 +41,7 @@ from nanok3.model.attn_res import DepthSources
 from nanok3.model.basics import Linear, RMSNorm
 from nanok3.model.cache import LatentCache
 from nanok3.model.decoder import K3, DecoderLayer
-from nanok3.model.weights import _publish
+from nanok3.model.weights import _publish, write_tensors
 
 
 def layer_config(cfg: K3Config) -> K3Config:
@@ -164,7 +164,7 @@ def save_prediction(model: K3, folder: Path, dtype: torch.dtype = torch.bfloat16
         for file_name, part in _in_file(model.cfg, name, kept):
             tensors[file_name] = part.contiguous()
     with TemporaryDirectory(dir=folder, prefix=".saving-") as aside:
-        save_file(tensors, Path(aside) / FILE, metadata={"format": "pt"})
+        write_tensors(tensors, Path(aside) / FILE)
         _publish(Path(aside) / FILE, folder / FILE)
     replace(K3Config.from_json(folder), num_nextn_predict_layers=1).to_json(folder / "config.json")
 

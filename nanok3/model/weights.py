@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -503,6 +504,14 @@ def _assign(model: K3, target: str, value: Tensor) -> None:
 # ---------------------------------------------------------------------- saving
 
 
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """A safetensors file. OSError, as from any other writer, for a full disk or a folder that is gone."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path.parent.parent} cannot be written to: {error}") from None
+
+
 def save(
     model: K3,
     folder: str | os.PathLike[str],
@@ -533,7 +542,7 @@ def save(
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as aside:
         for file, shard in zip(names, shards):
             tensors = {name: _stored(cfg, name, specs[name], state, dtype) for name in shard}
-            save_file(tensors, Path(aside) / file, metadata={"format": "pt"})
+            write_tensors(tensors, Path(aside) / file)
         if len(shards) > 1:
             weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
             total = sum(_nbytes(spec, dtype) for spec in specs.values())

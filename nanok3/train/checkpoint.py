@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from nanok3.model.decoder import K3
 from nanok3.model.mtp import load_prediction, save_prediction
@@ -42,7 +41,7 @@ def save_checkpoint(run: Path, step: int, model: K3, trainer: dict[str, Any], ke
         save(model, aside / "model", dtype=torch.float32)
         save_prediction(model, aside / "model", torch.float32)
         torch.save(trainer, aside / "trainer.pt")
-    except (SafetensorError, RuntimeError) as error:  # how the two writers report a full disk
+    except (OSError, RuntimeError) as error:  # how the two writers report a full disk
         shutil.rmtree(aside)
         raise OSError(f"{aside}: cannot be written ({error})") from None
     files = sorted(p for p in aside.rglob("*") if p.is_file())
