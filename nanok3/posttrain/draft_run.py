@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanok3.data.files import write_file
+from nanok3.data.files import check_place, write_file
 from nanok3.data.packing import Batch
 from nanok3.model.decoder import K3
 from nanok3.model.mtp import Draft, prediction_of
@@ -35,6 +35,19 @@ from nanok3.train.schedule import learning_rate
 
 TRAINING = "training.pt"
 PARTS = {"step", "settings", "draft", "optimizer", "loader"}
+
+
+def check_folder(out: Path, resume: bool) -> None:
+    """ValueError for a folder that holds a draft to be gone on with, or something else, whose files would be mixed with
+    the draft's."""
+    if (out / WEIGHTS).exists() and not resume:
+        raise ValueError(f"out: {out} holds a draft; add --resume, or choose another folder")
+    for name in ("config.json", "config.yaml", "model", "checkpoints", "manifest.json"):
+        if (out / name).exists():
+            raise ValueError(f"out: {out} has a {name}, as models, runs and data have; choose another folder")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out is {out}, which is no folder")
+    check_place("out", out)
 
 
 class DraftRun:
@@ -51,8 +64,7 @@ class DraftRun:
         say: Callable[[str], None] = print,
         resume: bool = False,
     ) -> None:
-        if (out / WEIGHTS).exists() and not resume:
-            raise ValueError(f"out: {out} holds a draft; add --resume, or choose another folder")
+        check_folder(out, resume)
         self.model = model.requires_grad_(False).eval()
         self.settings = settings = settings.of_model({})
         self.loader, self.held_out, self.out, self.say = loader, held_out, out, say
@@ -65,6 +77,8 @@ class DraftRun:
             self.draft.layer.load_state_dict(learned.state_dict())
         self.step, self.found = 0, Acceptance.empty(settings.unroll)
         state = self._saved() if resume else None
+        if resume and state is None:
+            say(f"{out} has no {TRAINING}: from the beginning")
         if state is not None:
             self.draft.load_state_dict(state["draft"])
         self.qat = QAT(self.draft, self.settings.qat, self.settings.qat_scale_rule)

@@ -46,13 +46,14 @@ def main(args: DraftArgs) -> None:
     from nanok3.data.loader import MixtureLoader
     from nanok3.data.prepared import Prepared
     from nanok3.model.mtp import load_prediction
-    from nanok3.posttrain.draft_run import DraftRun
+    from nanok3.posttrain.draft_run import DraftRun, check_folder
     from nanok3.stages.eval import data_of, run_of, settings_of
     from nanok3.train.machine import keep_freed_memory
 
     keep_freed_memory()
     if args.held_out < 1:
         raise ValueError(f"held_out is {args.held_out}; it must be at least 1")
+    check_folder(args.out, args.resume)
     opened = args.open()
     settings = settings_of(run_of(opened.folder))
     data = Prepared(args.data or data_of(opened.folder, settings))

@@ -254,3 +254,16 @@ def test_weights_that_are_not_finite_make_no_draft(run: Path, tmp_path: Path) ->
     save_prediction(model, tmp_path)
     with pytest.raises(ValueError, match=r"eh_proj\.weight holds inf or NaN"):
         load_prediction(model, tmp_path)
+
+
+def test_a_folder_of_something_else_is_left_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    (tmp_path / "file").write_bytes(b"")
+    for out, message in ((run, "choose another folder"), (tmp_path / "file", "file, which is no folder")):
+        for flags in ([], ["--resume"]):
+            assert command(["draft", str(run), "--out", str(out), *FLAGS, *flags]) == 2
+            said = capsys.readouterr().err
+            assert said.startswith("nanok3 draft: out") and message in said
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
