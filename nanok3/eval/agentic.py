@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from nanok3.envs.environment import Environment, Reply, Task
 from nanok3.envs.episode import Episode, Trajectory
@@ -110,12 +111,24 @@ class ServerFailed(Exception):
 # ---------------------------------------------------------------------- the client
 
 
+def check_url(base_url: str) -> None:
+    """ValueError for what is no address of an API."""
+    try:
+        parts = urlsplit(base_url)
+        named = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, a bracket that is not closed
+        named = False
+    if not named:
+        raise ValueError(f"base_url is {base_url!r}; allowed: http://HOST:PORT/v1 or https://HOST/v1")
+
+
 def connect(base_url: str, api_key: str, seconds: float) -> OpenAI:
-    """A client. ImportError names the extra to install."""
+    """A client. ImportError names the extra to install; ValueError for an address that is none."""
     try:
         import openai
     except ImportError:
         raise ImportError("the agentic evaluation needs openai: pip install 'nanok3[eval]'") from None
+    check_url(base_url)
     return openai.OpenAI(base_url=base_url, api_key=api_key or "none", timeout=seconds, max_retries=RETRIES)
 
 

@@ -12,6 +12,7 @@ for text as it is: how a draft does on the model's own answers, the server count
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -73,9 +74,9 @@ def main(args: DraftArgs) -> None:
     begun = "fresh weights" if learned is None else "the model's prediction layer"
     rounded = "" if train.qat == "off" else f"; its experts trained for MXFP4, scales by {train.qat_scale_rule}"
     print(f"a draft of {count:,} parameters, from {begun}{rounded}")
-    print(f"kept: the chance of guess 1, 2, ... on {len(rows)} rows of held-out text")
+    print(f"kept: the chance that guess 1, 2, ... stays in a sampled answer, on {len(rows)} rows of held-out text")
     run.fit()
-    print(f"{args.out}: nanok3 serve {args.model} --draft {args.out}")
+    print(f"{args.out}: {shlex.join(['nanok3', 'serve', str(args.model), '--draft', str(args.out)])}")
 
 
 def held_out_rows(data: Prepared, seq_len: int, count: int) -> list[Batch]:

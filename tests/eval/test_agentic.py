@@ -116,6 +116,9 @@ def test_several_at_once_and_a_reply_that_is_cut(tmp_path):
 def test_mistakes_are_told(tmp_path, capsys):
     assert main(["agentic", "--base-url", "http://127.0.0.1:9/v1", "--out", str(tmp_path / "a")]) == 2
     assert "http://127.0.0.1:9/v1/ cannot be reached" in capsys.readouterr().err
+    for address in ("http://", "http://[::1/v1", "localhost:8000"):
+        assert main(["agentic", "--base-url", address]) == 2
+        assert f"base_url is '{address}'; allowed: http://HOST:PORT/v1" in capsys.readouterr().err
     assert main(["agentic", "chess"]) == 2
     assert "kinds is 'chess'; allowed: office, world, coding, questions, or one of" in capsys.readouterr().err
     assert main(["agentic", "--concurrency", "0"]) == 2
