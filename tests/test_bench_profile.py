@@ -71,6 +71,6 @@ def test_the_picture_is_a_whole_file_with_every_name(bench):
     root = ElementTree.fromstring(bench.picture(panels, "parts & wholes"))
     said = ["".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "x < y" in said and said.count("25% system, 2k faults") == 2
-    bars = list(root.iter("{http://www.w3.org/2000/svg}rect"))
-    assert len(bars) == 1 + 2 * 2
+    paper, *bars = root.iter("{http://www.w3.org/2000/svg}rect")
+    assert paper.get("fill") == "white" and len(bars) == 1 + 2 * 2
     assert float(bars[1].get("width")) == pytest.approx(3 * float(bars[2].get("width")), rel=1e-2)

@@ -109,7 +109,6 @@ class Engine:
         self.cache = PrefixCache(self.pool, self.settings.hash_block, layout.page_tokens, len(layout.groups))
         self.scheduler = Scheduler(self.cache, layout, runner.arena, self.settings.limits, self.settings.caching)
         self._clock = StepClock()
-        self.scheduler.deciding_seconds = self._clock.deciding_cpu
         self.offload = None if self.settings.tier is None else self._offload(self.settings.tier)
         self.checks = CacheChecks(
             runner, self.cache, self.settings.check_cache, self.settings.check_bound, self.settings.limits.budget
@@ -285,6 +284,7 @@ class Engine:
     # ---------------------------------------------------------------- the thread
 
     def start(self) -> None:
+        self.scheduler.deciding_seconds = self._clock.deciding_cpu  # who calls `step` gets the same steps each time
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 

@@ -12,6 +12,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from nanok3.model.weights import load
 from nanok3.serve.fields import Fields, RequestError, read_json
 from nanok3.serve.runner import Runner
 from nanok3.serve.server import Call, Server, in_thread
@@ -39,8 +40,6 @@ def _has_model(folder: Path) -> bool:
 
 
 def _reload(server: Server, runner: Runner, folder: Path, version: int) -> None:
-    from nanok3.model.weights import load
-
     model = runner.model
     try:
         read = load(folder, model.lm_head.weight.dtype, "cpu")

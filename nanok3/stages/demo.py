@@ -31,13 +31,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-MODEL = ("--preset", "small", "--depth", "5")
-SEEING_MODEL = ("--preset", "vision-tiny", "--train.vision-lr-scale", "0.01")
-"""The same text side with a tower. At higher rates its features of different pictures fall together (docs/log.md)."""
-ROWS = ("--train.batch-size", "8", "--train.seq-len", "512")
-RATES = ("--train.lr", "2.5e-2", "--train.adam-lr-scale", "0.4", "--train.final-lr-fraction", "0.03")
-PACE = ("--train.eval-every", "100", "--train.sample-every", "200", "--train.save-every", "200")
+MODEL = ("--preset", "small", "--depth", "4")
+ROWS = ("--train.batch-size", "4", "--train.seq-len", "512")
+RATES = ("--train.lr", "1.5e-2", "--train.adam-lr-scale", "0.6", "--train.final-lr-fraction", "0.03")
+PACE = ("--train.eval-every", "200", "--train.sample-every", "400", "--train.save-every", "400")
 """The model of the demo and how it is trained, found by measurement: docs/log.md has the search."""
+SEEING_MODEL = ("--preset", "vision-tiny", "--train.vision-lr-scale", "0.01")
+"""Five layers of text with a tower. At higher rates its features of different pictures fall together (docs/log.md)."""
+SEEING_ROWS = ("--train.batch-size", "8", "--train.seq-len", "512")
+SEEING_RATES = ("--train.lr", "2.5e-2", "--train.adam-lr-scale", "0.4", "--train.final-lr-fraction", "0.03")
 PICTURES = ("--pictures", "0.2", "--picture-kinds", "shapes", "places")
 """A fifth of the tokens, of the two simplest kinds."""
 PICTURE_FILE = "picture.png"
@@ -147,12 +149,13 @@ def road(args: DemoArgs) -> list[Step]:
     threads = ["--threads", str(args.threads)] if args.threads is not None else []
     learn = ["--max-bytes", "3000000"] if args.quick else []
     sample = ["--bytes", "50000"] if args.quick else []
-    draw, model = [], MODEL
+    draw, model = [], (*MODEL, *ROWS, *RATES)
     if args.pictures:
-        draw, model = [*PICTURES, "--picture-documents", "2000" if args.quick else "12000"], SEEING_MODEL
+        draw = [*PICTURES, "--picture-documents", "2000" if args.quick else "12000"]
+        model = (*SEEING_MODEL, *SEEING_ROWS, *SEEING_RATES)
         sample += ["--picture-questions", "20"] if args.quick else []
     train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", "--no-rules"]
-    train += [*model, *ROWS, *RATES, *PACE]
+    train += [*model, *PACE]
     train += ["--train.minutes", f"{minutes:g}", *threads]
     if (run / "config.yaml").exists():
         train = ["pretrain", "--out", str(run), "--resume", *threads]

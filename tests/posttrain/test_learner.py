@@ -10,8 +10,8 @@ from nanok3.posttrain.sample import Sample
 from nanok3.posttrain.score import Packed, compare, logprobs
 
 
-def learner(**changes):
-    return Learner(cold_start(), LearnerSettings(minibatches=2, **changes), ObjectiveSettings(), [0], 1.0)
+def learner(minibatches=2, **changes):
+    return Learner(cold_start(), LearnerSettings(minibatches=minibatches, **changes), ObjectiveSettings(), [0], 1.0)
 
 
 def sample(number, ids):
@@ -35,21 +35,34 @@ def test_withheld_tokens_alone_move_nothing():
 
 
 def test_what_earns_more_becomes_likelier():
-    one = learner(lr=2e-4)
+    """Two steps, one for each sample: which of the two rises or falls by itself is not said, what parts them is."""
+    better, worse = moved(learner(lr=2e-4), SAMPLES[::-1])
+    assert better > worse
+
+
+@pytest.mark.parametrize("number, sign", [(1, 1), (0, -1)])
+def test_alone_what_earns_becomes_likelier_and_what_costs_less_likely(number, sign):
+    (change,) = moved(learner(minibatches=1, lr=2e-5), [SAMPLES[number]])
+    assert change * sign > 0
+
+
+def moved(one, samples):
+    """How much likelier each sample is after its step: number 1 has earned 1, number 0 has cost 1."""
 
     def advantage(row, logprob):
         return torch.tensor([1.0 if row.samples[answer].number else -1.0 for answer in row.tokens.answer.tolist()])
 
-    marks, forbidden = [[True, True]] * 2, torch.tensor([0])
-    for s in SAMPLES:  # what the model itself gives them, so that the ratio begins at 1
-        s.logprobs = logprobs(one.model, Packed.of([s], [[True, True]]), forbidden).tolist()
-    assert compare(one.model, SAMPLES, forbidden, 1.0).largest < 1e-5
-    assert one.learn(SAMPLES, marks, advantage, 0).steps == 2
-    better, worse = (
-        float((logprobs(one.model, Packed.of([s], [[True, True]]), forbidden) - torch.tensor(s.logprobs)).sum())
-        for s in (SAMPLES[1], SAMPLES[0])
-    )
-    assert better > 0 > worse
+    forbidden = torch.tensor([0])
+
+    def likely(s):
+        with torch.no_grad():
+            return logprobs(one.model, Packed.of([s], [[True, True]]), forbidden)
+
+    for s in samples:  # what the model itself gives them, so that the ratio begins at 1
+        s.logprobs = likely(s).tolist()
+    assert compare(one.model, samples, forbidden, 1.0).largest < 1e-5
+    assert one.learn(samples, [[True, True]] * len(samples), advantage, 0).steps == len(samples)
+    return [float(likely(s).sum() - sum(s.logprobs)) for s in samples]
 
 
 def test_the_learning_rate_falls_along_a_line():

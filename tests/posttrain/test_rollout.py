@@ -271,7 +271,7 @@ def test_13_an_agent_that_was_paused_goes_on_in_its_environment():
     source = problems(AGENT, 3)
 
     def says(sample):
-        return right(sample, source(sample.prompt), [5] * (60 * sample.number))
+        return right(sample, source(sample.prompt), [5] * (60 * sample.number * (1 + sample.prompt)))
 
     def make():
         return rollouts(says, source, replace(ALL, prompts=3, samples=2, pause=0.5, max_tokens=400))

