@@ -12,8 +12,8 @@ t - j and the chain's own j rows behind them: the causal scores shifted by j, an
 The tokens of a chain are those of the text. Rows of packed documents never see each other.
 
 What is logged on held-out text: the mean chance by position in the chain, and the accepted length it gives,
-1 + sum_k prod_(j <= k) chance_j along each chain. Where the model was trained for MXFP4 experts, the draft's are, too
-(posttrain/draft_run.py); their inputs are not rounded. Ours: AdamW and its rate, and the floor of the loss.
+1 + sum_k prod_(j <= k) chance_j along each chain. Where the model was trained for MXFP4 experts or on MXFP8 inputs, the
+draft is, too (posttrain/draft_run.py). Ours: AdamW and its rate, and the floor of the loss.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from nanok3.model.decoder import K3
 from nanok3.model.mtp import Draft, prediction_of
 from nanok3.posttrain.draft import Acceptance, losses, mean_loss, measure, read
 from nanok3.posttrain.draft_settings import DraftSettings
-from nanok3.quant.qat import QAT
-from nanok3.serve.draft_folder import WEIGHTS, save_draft
+from nanok3.quant.qat import QAT, mxfp8_inputs
+from nanok3.serve.draft_folder import WEIGHTS, same_inputs, save_draft
 from nanok3.serve.generate import unbroken
 from nanok3.train.loop import Batches
 from nanok3.train.schedule import learning_rate
@@ -81,7 +81,10 @@ class DraftRun:
             say(f"{out} has no {TRAINING}: from the beginning")
         if state is not None:
             self.draft.load_state_dict(state["draft"])
-        self.qat = QAT(self.draft, self.settings.qat, self.settings.qat_scale_rule)
+        if settings.qat == "w4a8":
+            mxfp8_inputs(model, settings.qat_scale_rule)
+        self.qat = QAT(self.draft, settings.qat, settings.qat_scale_rule)
+        same_inputs(model, self.draft)
         self.optimizer = torch.optim.AdamW(self.draft.parameters(), settings.lr, (0.9, 0.95), weight_decay=0.0)
         if state is not None:
             self.step = state["step"]

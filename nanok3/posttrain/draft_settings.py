@@ -22,8 +22,9 @@ class DraftSettings:
     """Guesses in a row that are trained."""
     seed: int = 0
     """Of the first weights and of the order of the text."""
-    qat: Literal["auto", "off", "w4a16"] = "auto"
-    """Whether its experts are trained for MXFP4; auto: where the model was. Its inputs stay as they are."""
+    qat: Literal["auto", "off", "w4a16", "w4a8"] = "auto"
+    """Whether its experts are trained for MXFP4, with w4a8 on inputs in MXFP8, as the model's then are, too; auto: as
+    the model was trained."""
     qat_scale_rule: Literal["auto", "ceil", "floor", "even"] = "auto"
     """How a block of 32 gets its power of two; auto: as the model was trained, else ceil."""
     eval_every: int = 100
@@ -33,8 +34,7 @@ class DraftSettings:
 
     def of_model(self, trained: dict[str, Any]) -> DraftSettings:
         """What `auto` stands for beside a model that was trained with these settings."""
-        rounds = trained.get("qat", "off") != "off"
-        qat = ("w4a16" if rounds else "off") if self.qat == "auto" else self.qat
+        qat = trained.get("qat", "off") if self.qat == "auto" else self.qat
         rule = trained.get("qat_scale_rule", "ceil") if self.qat_scale_rule == "auto" else self.qat_scale_rule
         return replace(self, qat=qat, qat_scale_rule=rule)
 

@@ -153,6 +153,12 @@ def mxfp8_inputs(model: nn.Module, rule: str = "ceil") -> None:
         experts.rule = rule
 
 
+def inputs_rule(model: nn.Module) -> str | None:
+    """The scale rule by which the routed experts of `model` read their inputs in MXFP8; None where they do not."""
+    found = (m.experts for m in model.modules() if isinstance(m, LatentMoEOnMXFP8))
+    return next((str(experts.rule) for experts in found), None)
+
+
 class ExpertsOnMXFP8(Experts):
     """`Experts` on rounded inputs."""
 

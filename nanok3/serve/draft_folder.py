@@ -16,6 +16,7 @@ from nanok3.config import K3Config
 from nanok3.data.files import write_file
 from nanok3.model.decoder import K3
 from nanok3.model.mtp import Draft
+from nanok3.quant.qat import inputs_rule, mxfp8_inputs
 
 FACTS, WEIGHTS = "draft.json", "draft.safetensors"
 SAME = ("hidden_size", "num_hidden_layers", "vocab_size", "attn_res_block_size")
@@ -51,8 +52,16 @@ def load_draft(folder: Path, model: K3) -> Draft:
         draft.load_state_dict(tensors)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"draft: {folder / WEIGHTS} cannot be used ({' '.join(str(error).split())[:300]})") from None
+    same_inputs(model, draft)
     table = model.model.embed_tokens.weight
     return draft.to(table.device, table.dtype).requires_grad_(False).eval()
+
+
+def same_inputs(model: K3, draft: Draft) -> None:
+    """Where the model's routed experts read their inputs in MXFP8, the draft's do, by the same scale rule."""
+    rule = inputs_rule(model)
+    if rule is not None:
+        mxfp8_inputs(draft, rule)
 
 
 def check_same(folder: Path, facts: dict[str, Any], cfg: K3Config) -> None:

@@ -72,7 +72,8 @@ def main(args: DraftArgs) -> None:
     run = DraftRun(opened.model, loader, rows, train, args.out, print, args.resume)
     count = sum(p.numel() for p in run.draft.parameters())
     begun = "fresh weights" if learned is None else "the model's prediction layer"
-    rounded = "" if train.qat == "off" else f"; its experts trained for MXFP4, scales by {train.qat_scale_rule}"
+    numbers = {"off": "", "w4a16": "MXFP4", "w4a8": "MXFP4 on inputs in MXFP8"}[train.qat]
+    rounded = f"; its experts trained for {numbers}, scales by {train.qat_scale_rule}" if numbers else ""
     print(f"a draft of {count:,} parameters, from {begun}{rounded}")
     print(f"kept: the chance that guess 1, 2, ... stays in a sampled answer, on {len(rows)} rows of held-out text")
     run.fit()

@@ -23,6 +23,7 @@ from nanok3.model.mtp import Draft, attach, load_prediction, save_prediction
 from nanok3.posttrain.draft_run import DraftRun
 from nanok3.posttrain.draft_settings import DraftSettings
 from nanok3.quant.mxfp import MXFP4, project
+from nanok3.quant.qat import inputs_rule, mxfp8_inputs
 from nanok3.serve.draft_folder import load_draft, read_facts
 from nanok3.stages.draft import DraftArgs, main
 from nanok3.stages.serve import ServeArgs, open_app
@@ -114,8 +115,8 @@ def test_a_draft_of_a_model_for_mxfp4_is_one_too(run: Path, tmp_path: Path, caps
     train = {"qat": "w4a8", "qat_scale_rule": "floor"}
     (four / "config.yaml").write_text(json.dumps({"settings": {"data": str(run.parent / "data"), "train": train}}))
     assert command(["draft", str(four), "--out", str(tmp_path / "d"), *FLAGS]) == 0
-    assert "its experts trained for MXFP4, scales by floor" in capsys.readouterr().out
-    assert read_facts(tmp_path / "d")["qat"] == "w4a16"
+    assert "its experts trained for MXFP4 on inputs in MXFP8, scales by floor" in capsys.readouterr().out
+    assert read_facts(tmp_path / "d")["qat"] == "w4a8"
     saved = load_file(tmp_path / "d" / "draft.safetensors")
     masters = torch.load(tmp_path / "d" / "training.pt", weights_only=True)["draft"]
     experts = [name for name in saved if re.search(r"experts\.w[123]$", name) and "shared" not in name]
@@ -128,6 +129,21 @@ def test_a_draft_of_a_model_for_mxfp4_is_one_too(run: Path, tmp_path: Path, caps
     assert "qat is off" in capsys.readouterr().err
     assert DraftSettings(qat="w4a16").of_model({}).qat_scale_rule == "ceil"
     assert DraftSettings(qat="off", qat_scale_rule="even").of_model(train).qat_scale_rule == "even"
+
+
+def test_a_draft_reads_its_inputs_as_the_model_does(run: Path, made: Path) -> None:
+    """In MXFP8 exactly where the model does, by the model's rule: in training as in use."""
+    model = nanok3.load(run / "model", dtype=torch.float32)
+    assert inputs_rule(model) is None
+    assert inputs_rule(load_draft(made, model)) is None
+    mxfp8_inputs(model, "even")
+    rounded = load_draft(made, model)
+    assert inputs_rule(model) == inputs_rule(rounded) == "even"
+    plain = load_draft(made, nanok3.load(run / "model", dtype=torch.float32))
+    x = torch.randn(1, 5, model.cfg.hidden_size)
+    one, other = (draft.layer.mtp_block.feed(x) for draft in (rounded, plain))
+    assert not torch.equal(one, other)
+    torch.testing.assert_close(one, other, rtol=0.2, atol=0.1 * float(other.abs().max()))
 
 
 def test_a_server_guesses_with_it(run: Path, made: Path) -> None:
