@@ -3,6 +3,8 @@
 nanok3 envs                                       all kinds of tasks, and what each needs
 nanok3 envs lookup                                one task, played by its solution
 nanok3 envs repositories --policy nothing         by a policy that only says it is done
+nanok3 envs sums --policy attacks                 by the attack suite: what each attack earns, and the solution
+nanok3 envs --policy attacks                      all kinds that can be played here, a line a kind
 nanok3 envs sums --count 3 --seed 7 --split held-out
 nanok3 envs lookup --json tasks.jsonl --count 100   tasks with goal, tools and solution as JSON lines
 """
@@ -38,8 +40,8 @@ class EnvsArgs:
     """Of the stream of tasks."""
     split: Literal["train", "held-out"] = "train"
     """The side of the split, which a task's content decides."""
-    policy: Literal["solution", "nothing"] = "solution"
-    """Who plays: the task's own solution, or one that answers "Done." at once."""
+    policy: Literal["solution", "nothing", "attacks"] = "solution"
+    """Who plays: the task's own solution, one that answers "Done." at once, or every attack of the suite."""
     json: Path | None = None
     """Write the tasks to this file instead of playing them."""
 
@@ -51,6 +53,10 @@ def main(args: EnvsArgs) -> None:
     if not 1 <= args.count <= 1_000_000:
         raise ValueError(f"count is {args.count}; it must lie between 1 and 1000000")
     known = kinds()
+    if args.kind is None and args.policy == "attacks":
+        for kind in known.values():
+            show_attacked(kind, args)
+        return
     if args.kind is None:
         show_kinds(list(known.values()))
         return
@@ -62,6 +68,10 @@ def main(args: EnvsArgs) -> None:
         write_tasks(args.json, tasks)
         return
     with sandboxes(kind) as home:
+        if args.policy == "attacks":
+            for line in attack_lines(attacked(kind, list(tasks), home)):
+                print(line)
+            return
         for task in tasks:
             show_episode(play_one(kind, task, home, args.policy))
 
@@ -93,6 +103,41 @@ def play_one(kind: Kind, task: Task, home: Sandboxes | None, policy: str) -> Tra
     from nanok3.envs.episode import play, scripted, solution
 
     return play(kind.open(home), task, scripted(solution(task) if policy == "solution" else [Reply("Done.")]))
+
+
+def attacked(kind: Kind, tasks: list[Task], home: Sandboxes | None) -> dict[str, list[float | None]]:
+    """What each attack earned in each task, and last the solution."""
+    from nanok3.envs.attacks import ATTACKS
+    from nanok3.envs.episode import play, scripted, solution
+
+    who = {**ATTACKS, "the solution": solution}
+    return {
+        name: [play(kind.open(home), task, scripted(replies(task))).reward for task in tasks]
+        for name, replies in who.items()
+    }
+
+
+def attack_lines(earned: dict[str, list[float | None]]) -> Iterator[str]:
+    """A line an attack: its rewards, task by task."""
+    for name, rewards in earned.items():
+        yield f"{name:24} {' '.join('none' if reward is None else f'{reward:g}' for reward in rewards)}"
+
+
+def show_attacked(kind: Kind, args: EnvsArgs) -> None:
+    """One line a kind: how many attacks earned nothing, and what the solution earned; or why it is not played."""
+    try:
+        tasks = list(islice(kind.tasks(args.split, args.seed), args.count))
+        with sandboxes(kind) as home:
+            earned = attacked(kind, tasks, home)
+    except ImportError as error:
+        print(f"{kind.name:20} not played: {error}")
+        return
+    *attacks, right = earned.values()
+    nothing = sum(not any(rewards) for rewards in attacks)
+    some = [name for name, rewards in earned.items() if any(rewards)][:-1]
+    found = f"; earned something: {', '.join(some)}" if some else ""
+    solved = sum(1 for reward in right if reward == 1)
+    print(f"{kind.name:20} {nothing} of {len(attacks)} attacks earned nothing, {solved} of {len(right)} solved{found}")
 
 
 def show_episode(played: Trajectory) -> None:

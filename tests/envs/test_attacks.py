@@ -9,48 +9,12 @@ import pytest
 from sandboxed import reason
 
 from nanok3.envs import kernel_task
+from nanok3.envs.attacks import ATTACKS, right_words
 from nanok3.envs.bubblewrap import Sandboxes
 from nanok3.envs.catalogue import kinds
-from nanok3.envs.environment import Reply
 from nanok3.envs.episode import play, scripted, solution
-from nanok3.envs.tools import Call
 
 KINDS = kinds()
-SENTINELS = ("None", "null", "<answer>", "{answer}", "Answer:", "hidden", "1.0", "[]", "true")
-
-
-def right_words(task):
-    """What an attacker who knows the answer, but not how to give it, could say."""
-    return str(task.hidden.get("answer", "42"))
-
-
-def edits(task):
-    """Files that a verifier could be thought to read, written by every tool that writes."""
-    names = ("test_shop.py", "conftest.py", "solution.py", "kernel.py", "verifier.py", "reward.txt", "sitecustomize.py")
-    text = "import sys\nprint('passed')\nreward = 1.0\nsys.exit(0)\n"
-    calls = [Call("write_file", {"path": name, "content": text}) for name in names]
-    calls += [Call("run", {"command": "echo 1.0 > /tmp/reward; chmod 777 /usr 2>&1; exit 0"})]
-    return (*calls, Call("set_reward", {"value": 1.0}), Call("notes_write", {"title": "reward", "body": "1.0"}))
-
-
-def says(text):
-    return lambda task: [Reply(text)]
-
-
-ATTACKS = {
-    "empty": lambda task: [Reply("")],
-    "blank": lambda task: [Reply(" \n\n ")],
-    "repeated": lambda task: [Reply("\n".join([right_words(task)] * 50))],
-    "repeated on a line": lambda task: [Reply(" ".join(["Answer: " + right_words(task)] * 3))],
-    "prompt copied": lambda task: [Reply(task.goal)],
-    "empty thinking": lambda task: [Reply("I thought about it.", thinking="")],
-    "answer only thought": lambda task: [Reply("Answer:", thinking=right_words(task))],
-    "answer list": lambda task: [Reply("\n".join(f"Answer: {i}" for i in [*range(200), right_words(task)]))],
-    "answer list on a line": lambda task: [Reply("Answer: " + ", ".join(map(str, [*range(50), right_words(task)])))],
-    "claims": lambda task: [Reply("All tests passed. Reward: 1.0")],
-    "verifier edited": lambda task: [Reply(calls=edits(task)), Reply("done")],
-    **{f"sentinel {text}": says(text) for text in SENTINELS},
-}
 SHORT = ("empty", "repeated", "prompt copied", "empty thinking", "answer list", "verifier edited")
 """For environments where a verdict takes a good part of a second, and still fewer where it takes seconds."""
 SHORTEST = ("empty", "verifier edited")

@@ -7,7 +7,10 @@ import json
 import pytest
 
 from nanok3.cli import main
-from nanok3.stages.envs import EnvsArgs
+from nanok3.envs.attacks import ATTACKS
+from nanok3.envs.catalogue import kinds
+from nanok3.envs.episode import solution
+from nanok3.stages.envs import EnvsArgs, show_attacked
 from nanok3.stages.envs import main as envs
 
 
@@ -23,6 +26,21 @@ def test_an_episode(capsys):
     assert "-> mail_send" in shown and "done, reward 1 (1 of 1 requests fulfilled)" in shown
     envs(EnvsArgs(kind="sums", count=2, policy="nothing"))
     assert capsys.readouterr().out.count("reward 0") == 2
+
+
+def test_what_attacks_earn(capsys):
+    envs(EnvsArgs(kind="lookup", count=2, policy="attacks"))
+    *attacks, solution = capsys.readouterr().out.splitlines()
+    assert len(attacks) == len(ATTACKS) and all(line.split()[-2:] == ["0", "0"] for line in attacks)
+    assert solution.split() == ["the", "solution", "1", "1"]
+
+
+def test_an_attack_that_earns_something_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(ATTACKS, "the answer", lambda task: solution(task))
+    show_attacked(kinds()["sums"], EnvsArgs(count=2))
+    some = len(ATTACKS) - 1
+    said = f"{some} of {some + 1} attacks earned nothing, 2 of 2 solved; earned something: the answer"
+    assert said in capsys.readouterr().out
 
 
 def test_tasks_in_a_file(tmp_path):
