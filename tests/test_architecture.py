@@ -46,7 +46,7 @@ MAY_IMPORT = {
 # files whose imports inside functions are what `--help` must not wait for
 LAZY = ("nanok3/__init__.py", "nanok3/cli.py", "nanok3/stages/")
 OPTIONAL = {"fla", "PIL", "pyarrow", "matplotlib", "wandb", "tensorboard", "transformers"}
-OPTIONAL |= {"av", "resvg_py", "reasoning_gym"}
+OPTIONAL |= {"av", "resvg_py", "reasoning_gym", "ray"}
 OPTIONAL |= {"openai", "fastapi", "starlette", "uvicorn", "h11", "prometheus_client", "llguidance"}
 MECHANISMS = ["kda", "mla", "attn_res", "latent_moe", "situ", "short_conv", "moonvit", "mxfp4", "cache", "splice"]
 CLOSURE = 4

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,33 +28,37 @@ from urllib.parse import urlsplit
 
 import torch
 
+from nanok3.data.tokenizer import Tokenizer
 from nanok3.model.decoder import K3
 from nanok3.model.weights import save
-from nanok3.posttrain.rl_settings import RLSettings
+from nanok3.posttrain.rl_settings import MopdSettings, RLSettings
+from nanok3.posttrain.sample import Sample
 from nanok3.posttrain.turn import Turn
 from nanok3.serve.engine import Outcome, Token
 from nanok3.serve.sampler import SamplingParams
 
 SECONDS = 600.0
 """Longest wait for a server's next bytes."""
+LOOK_SECONDS = 0.5
+"""Between two questions to a server for how full it is."""
 ADDRESS = "http://HOST:PORT of a nanok3 serve, commas between several"
 
 
 @dataclass(frozen=True)
-class Workers:
+class HttpWorkers:
     """The servers of a run, as flags name them."""
 
     urls: tuple[str, ...]
     key: str = ""
     """Their admin key."""
 
-    def check(self, settings: RLSettings) -> None:
+    def check(self, settings: RLSettings | MopdSettings) -> None:
         """ValueError where a server does not answer, or for what cannot be asked of one."""
         if settings.learner.replay:
             raise ValueError("learner.replay is True; allowed with workers: False, servers do not tell their routes")
         _reach(self.urls, self.key)
 
-    def speaker(self, model: K3, settings: RLSettings, run: Path) -> HttpSpeaker:
+    def speaker(self, model: K3, tokenizer: Tokenizer, settings: RLSettings | MopdSettings, run: Path) -> HttpSpeaker:
         self.check(settings)
         return HttpSpeaker(
             self.urls, run / "weights", lambda folder: save(model, folder, dtype=torch.float32), self.key
@@ -95,6 +101,16 @@ class Server:
             return json.loads(said)
         except ValueError:
             raise ValueError(f"workers: {self.url}{path} answers no JSON; allowed: {ADDRESS}") from None
+
+    def load(self) -> tuple[int, float]:
+        """Requests that wait there, others' too, and the share of its pages that running ones hold."""
+        said = self.ask("GET", "/v1/loads")
+        try:
+            pages = said["pages"]
+            used = sum(states["used"] for states in pages.values() if isinstance(states, dict) and "used" in states)
+            return int(said["num_waiting_reqs"]), used / pages["total"]
+        except (KeyError, TypeError, AttributeError, ZeroDivisionError):
+            raise ValueError(f"workers: {self.url}/v1/loads does not say pages; allowed: {ADDRESS}") from None
 
 
 def _reach(urls: Sequence[str], key: str) -> tuple[list[Server], int]:
@@ -143,10 +159,19 @@ class _Stream:
 class HttpSpeaker:
     """Says turns through servers. `save` writes the weights as they are now into a folder."""
 
-    def __init__(self, urls: Sequence[str], folder: Path, save: Callable[[Path], None], key: str = "") -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        folder: Path,
+        save: Callable[[Path], None],
+        key: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.servers, self.context = _reach(urls, key)
         self.folder, self.save = folder.resolve(), save
         self.version = self.said_tokens = 0
+        self._clock, self._looked = clock, -math.inf
+        self._loads: list[tuple[int, float]] = []
         self._pushed: int | None = None
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._at_work: list[_Stream] = []
@@ -226,5 +251,22 @@ class HttpSpeaker:
         self.version, self._pushed = version, None
 
     def load(self) -> tuple[int, int, float]:
-        """Servers queue for themselves, and say nothing of their pages here."""
-        return len(self._at_work), 0, 0.0
+        """Of all servers together, as they said a moment ago; of the memory that of the fullest."""
+        if self._clock() - self._looked > LOOK_SECONDS:
+            self._looked = self._clock()
+            self._loads = [server.load() for server in self.servers]
+        queued = sum(waiting for waiting, _ in self._loads)
+        return max(0, len(self._at_work) - queued), queued, max((use for _, use in self._loads), default=0.0)
+
+    def rest(self, sample: Sample) -> None:
+        """Servers keep what they like (--cache-memory)."""
+
+    def forget(self, samples: Iterable[Sample]) -> None:
+        """Nor are they told of this."""
+
+    def counts(self) -> dict[str, float]:
+        """Servers have metrics of their own."""
+        return {}
+
+    def close(self) -> None:
+        self.pause()

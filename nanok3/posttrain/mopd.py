@@ -39,7 +39,8 @@ from nanok3.posttrain.rollout import Rollouts
 from nanok3.posttrain.run import Run, save_model
 from nanok3.posttrain.sample import Domain, Group, Problem, Sample
 from nanok3.posttrain.score import Packed, logprobs, packed
-from nanok3.posttrain.speaker import EngineSpeaker, forbidden_ids, open_engine
+from nanok3.posttrain.speaker import EngineSpeaker, Speaker, forbidden_ids, open_engine
+from nanok3.posttrain.workers import Workers
 from nanok3.train.checkpoint import latest, load_checkpoint, save_checkpoint
 from nanok3.train.track import Tracker
 
@@ -93,6 +94,7 @@ class Mopd(Run):
         say: Callable[[str], None] = print,
         sentences: Sentences = OURS,
         clock: Callable[[], float] = time.monotonic,
+        workers: Workers | None = None,
     ) -> None:
         unknown = sorted({domain for domain, _ in teachers} - domains.keys())
         if not teachers or unknown:
@@ -105,7 +107,11 @@ class Mopd(Run):
         forbidden = forbidden_ids(student, tokenizer)
         temperature = settings.rollout.temperature
         self.learner = Learner(student, settings.learner, settings.objective, forbidden, temperature)
-        self.speaker = EngineSpeaker(open_engine(student, tokenizer, settings.rollout.in_flight))
+        self.speaker: Speaker
+        if workers is None:
+            self.speaker = EngineSpeaker(open_engine(student, tokenizer, settings.rollout.in_flight, settings.engine))
+        else:
+            self.speaker = workers.speaker(student, tokenizer, settings, run)
         self.rollouts = Rollouts(self.speaker, tokenizer, self._problem, settings.rollout, sentences=sentences)
         self.seconds, self.checked, self.track = 0.0, False, Tracker(run)
 
@@ -206,7 +212,7 @@ class Mopd(Run):
         write_file(self.run / "table.json", json.dumps(rows, indent=1).encode())
         return rows
 
-    def _scores(self, speaker: EngineSpeaker, domain: str, effort: str) -> Scores:
+    def _scores(self, speaker: Speaker, domain: str, effort: str) -> Scores:
         s = self.settings
         chosen = self.domains[domain]
         return evaluate(speaker, self.tokenizer, chosen, effort, s.eval_count, s.rollout, sentences=self.sentences)
@@ -234,18 +240,25 @@ def distill(
     say: Callable[[str], None] = print,
     resume: bool = False,
     sentences: Sentences = OURS,
+    workers: Workers | None = None,
 ) -> Path:
-    """Teach `student` by all teachers, given by domain and effort; the folder of the result."""
+    """Teach `student` by all teachers, given by domain and effort; the folder of the result. workers: who plays the
+    student's rollouts; this process if nobody."""
     found = latest(run)[0] if resume else None
     if not resume and (run / "metrics.jsonl").exists():
         raise ValueError(f"out: {run} holds a run; add --resume, or choose another folder")
+    if workers is not None:
+        workers.check(settings)  # before anything is written
     state = None
     if found is not None:
         student, state = load_checkpoint(found)
     named = {f"{domain}-{effort}": str(folder) for (domain, effort), folder in teachers.items()}
     write_file(run / "config.yaml", yaml.safe_dump({"teachers": named, **asdict(settings)}).encode())
-    mopd = Mopd(student, tokenizer, teachers, domains, settings, run, say, sentences)
+    mopd = Mopd(student, tokenizer, teachers, domains, settings, run, say, sentences, workers=workers)
     if state is not None:
         mopd.load(state)
         say(f"going on after iteration {mopd.iteration}")
-    return mopd.fit()
+    try:
+        return mopd.fit()
+    finally:
+        mopd.speaker.close()

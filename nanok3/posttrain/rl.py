@@ -33,7 +33,6 @@ from nanok3.envs.environment import Task
 from nanok3.model.decoder import K3
 from nanok3.posttrain.effort import Budgets, budgeted, means
 from nanok3.posttrain.evaluate import Scores, evaluate, first_tasks, play, scores
-from nanok3.posttrain.http_worker import HttpSpeaker, Workers
 from nanok3.posttrain.learner import Learned, Learner
 from nanok3.posttrain.objective import group_advantages
 from nanok3.posttrain.replay import replayed
@@ -42,7 +41,8 @@ from nanok3.posttrain.rollout import Rollouts
 from nanok3.posttrain.run import Run, save_model
 from nanok3.posttrain.sample import Domain, Group, Problem, Sample
 from nanok3.posttrain.score import Packed
-from nanok3.posttrain.speaker import EngineSpeaker, forbidden_ids, open_engine
+from nanok3.posttrain.speaker import EngineSpeaker, Speaker, forbidden_ids, open_engine
+from nanok3.posttrain.workers import Workers
 from nanok3.train.checkpoint import latest, load_checkpoint, save_checkpoint
 from nanok3.train.track import Tracker
 
@@ -72,7 +72,7 @@ def measure_budgets(
     tasks = first_tasks(domain, settings.problems, "train", 0)
     problems = [Problem(n, domain, effort, task) for n, (task, effort) in enumerate(_each(tasks))]
     rollout = replace(settings.rollout, samples=settings.budget_samples)
-    speaker = EngineSpeaker(open_engine(model.eval(), tokenizer, rollout.in_flight))
+    speaker = EngineSpeaker(open_engine(model.eval(), tokenizer, rollout.in_flight, settings.engine))
     counts: dict[str, list[int]] = {task.id: [] for task in tasks}
     for problem, group in zip(problems, play(speaker, tokenizer, problems, rollout, sentences), strict=True):
         counts[problem.task.id] += [spent(sample, domain.counted) for sample in group.valid]
@@ -81,6 +81,11 @@ def measure_budgets(
 
 def _each(tasks: Sequence[Task]) -> Iterator[tuple[Task, str]]:
     return ((task, effort) for task in tasks for effort in EFFORTS)
+
+
+def since(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    """What counters of a speaker have grown by; names in `_bytes` are as they are."""
+    return {name: value if name.endswith("_bytes") else value - before.get(name, 0) for name, value in now.items()}
 
 
 class RL(Run):
@@ -112,12 +117,12 @@ class RL(Run):
         rollout = settings.rollout
         forbidden = forbidden_ids(model, tokenizer)
         self.learner = Learner(model, settings.learner, settings.objective, forbidden, rollout.temperature, ptx)
-        self.speaker: EngineSpeaker | HttpSpeaker
+        self.speaker: Speaker
         if workers is None:
-            engine = open_engine(model, tokenizer, rollout.in_flight, record_routes=settings.learner.replay)
-            self.speaker = EngineSpeaker(engine)
+            replay = settings.learner.replay
+            self.speaker = EngineSpeaker(open_engine(model, tokenizer, rollout.in_flight, settings.engine, replay))
         else:
-            self.speaker = workers.speaker(model, settings, run)
+            self.speaker = workers.speaker(model, tokenizer, settings, run)
         self.rollouts = Rollouts(self.speaker, tokenizer, self._problem, rollout, self._limit, sentences)
         self.seconds, self.cut_off, self.checked = 0.0, 0, False
         self.track = Tracker(run)
@@ -138,7 +143,7 @@ class RL(Run):
     def step(self) -> dict[str, Any]:
         """Rollouts, and what is learned from the groups that are whole; the iteration's numbers."""
         began = self.clock()
-        said = self.speaker.said_tokens
+        said, counted = self.speaker.said_tokens, self.speaker.counts()
         self.learner.set_progress(self.progress)
         with self.learner.qat.projected():
             groups = self.rollouts.collect()
@@ -148,6 +153,7 @@ class RL(Run):
         learned, chosen = self._learn(groups)
         record = self._record(groups, learned)
         record["trained"] = [[sample.prompt, sample.number] for sample in chosen]
+        record |= since(counted, self.speaker.counts())
         record |= {"rollout_seconds": rolled - began, "tokens_per_second": said / max(rolled - began, 1e-9)}
         self.rollouts.renew()
         self.rollouts.release(groups)
@@ -317,7 +323,8 @@ def train(
     workers: Workers | None = None,
 ) -> RL:
     """Train an expert from `model` and write its run folder. Without budgets they are measured with the model as it
-    comes. resume: go on from the run's newest checkpoint, if it has one. workers: servers that play the rollouts."""
+    comes. resume: go on from the run's newest checkpoint, if it has one. workers: who plays the rollouts; this process
+    if nobody."""
     found, broken = latest(run) if resume else (None, [])
     for problem in broken:
         say(f"passed over: {problem}")
@@ -340,13 +347,17 @@ def train(
     if state is not None:
         rl.load(state)
         say(f"going on after iteration {rl.iteration}")
-    rl.fit()
+    try:
+        rl.fit()
+    finally:
+        rl.speaker.close()
     return rl
 
 
 def _same(settings: RLSettings, state: dict[str, Any], where: Path) -> None:
     """A run goes on with what it was begun with; its length and how often it saves may change."""
     free = {"iterations": None, "minutes": None, "eval_every": 0, "eval_count": 0, "save_every": 0, "keep": 1}
+    free |= {"engine": None}
     asked, begun = asdict(settings) | free, json.loads(state["settings"]) | free
     for name, value in begun.items():
         if asked[name] != value:

@@ -84,6 +84,21 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True)
+class EngineSettings:
+    """Memory of the engine that plays: nothing that is learned depends on it, so a resumed run may change it."""
+
+    memory_mib: int = 256
+    """For states and latents of samples at work and their prefixes."""
+    pool_mib: int = 256
+    """For prefixes of samples that wait, once the other memory has no room for them (write-back); 0 for none."""
+
+    def __post_init__(self) -> None:
+        for name, low in {"memory_mib": 1, "pool_mib": 0}.items():
+            if not low <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+
+
+@dataclass(frozen=True)
 class LearnerSettings:
     """The optimizer's side of an iteration."""
 
@@ -141,6 +156,8 @@ class RLSettings:
     """Tasks of the training split that are used, again and again."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """How prompts are played."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    """What plays them."""
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     """What is learned from them."""
     effort: EffortSettings = field(default_factory=EffortSettings)
@@ -196,6 +213,8 @@ class MopdSettings:
     """Whether a teacher sees the effort in the prompt, as it did in its own training."""
     rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(prompts=72, samples=1))
     """How prompts are played; the pairs of domain and effort take turns."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    """What plays them."""
     objective: ObjectiveSettings = field(default_factory=lambda: ObjectiveSettings(tau=0.0))
     """What is learned from them."""
     learner: LearnerSettings = field(default_factory=lambda: LearnerSettings(final_lr_fraction=0.1))

@@ -197,6 +197,7 @@ class Rollouts:
     def _end(self, turn: Turn) -> None:
         outcome, sample = turn.outcome, turn.sample
         assert outcome is not None
+        self.speaker.rest(sample)
         if outcome.finish_reason == "error":
             raise RuntimeError(f"prompt {sample.prompt}, sample {sample.number}: {outcome.error}")
         if turn.over:
@@ -241,9 +242,11 @@ class Rollouts:
         self._turn_over(turn)
         sample = turn.sample
         sample.outcome, sample.finish, sample.reward, sample.ended = "done", why, reward, self.iteration
+        self.speaker.forget([sample])
 
     def _void(self, sample: Sample, episode: Episode) -> None:
         sample.outcome, sample.reason, sample.ended = "infra-failed", episode.trajectory.reason, self.iteration
+        self.speaker.forget([sample])
 
     # ---------------------------------------------------------------- pauses and crashes
 
@@ -264,6 +267,7 @@ class Rollouts:
                     self._set_aside(sample)
 
     def _set_aside(self, sample: Sample) -> None:
+        self.speaker.rest(sample)
         episode = self._episodes.get((sample.prompt, sample.number))
         if episode is not None and sample.turns:
             sample.snapshot = base64.b64encode(episode.environment.snapshot()).decode()

@@ -269,6 +269,17 @@ class UnitStore:
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
                 os.close(file)
 
+    def discard(self, key: bytes) -> None:
+        """Nobody will ask for this unit again; one that is being written goes when there is no room."""
+        unit = self._held.pop(key, None)
+        if unit is not None:
+            self.memory_used -= unit.size
+        elif key in self._files:
+            self._delete(key)
+        else:
+            return
+        self.counts.dropped += 1
+
     def clear(self) -> None:
         """Forget everything, files too."""
         self.settle()

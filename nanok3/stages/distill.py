@@ -24,6 +24,10 @@ class DistillArgs(ModelFlags):
     """Experts as domain:effort:folder."""
     out: Path = Path("runs/student")
     """Run folder."""
+    workers: str | None = None
+    """Who plays the student's rollouts, as for nanok3 rl. Not given: this process."""
+    worker_key: str = ""
+    """The servers' admin key."""
     resume: bool = False
     """Go on from the newest whole checkpoint of --out."""
     train: MopdSettings = field(default_factory=lambda: MopdSettings(minutes=4.0))
@@ -53,6 +57,7 @@ def main(args: DistillArgs) -> None:
     from nanok3.posttrain.domains import domains
     from nanok3.posttrain.mopd import distill
     from nanok3.posttrain.rl_report import write_rl_report
+    from nanok3.posttrain.workers import read_workers
     from nanok3.train.machine import keep_freed_memory
 
     keep_freed_memory()
@@ -68,5 +73,6 @@ def main(args: DistillArgs) -> None:
         args.out,
         resume=args.resume,
         sentences=sentences,
+        workers=None if args.workers is None else read_workers(args.workers, args.worker_key),
     )
     print(f"{args.out}: report {write_rl_report(args.out)}; nanok3 chat {args.out}")

@@ -5,6 +5,7 @@
     nanok3 rl runs/cold --domain general --out runs/max --resume
     nanok3 serve runs/cold --port 8001 --admin-key KEY --allow-reload            a worker, and the run that uses it
     nanok3 rl runs/cold --out runs/max --workers http://127.0.0.1:8001 --worker-key KEY
+    nanok3 rl runs/cold --out runs/max --workers ray:2                           two actors of Ray on this machine
 
 Budgets are measured with the first model and handed on with --budgets: they belong to the cold start. The run folder
 has config.yaml, metrics.jsonl, budgets.json, checkpoints/, report.html and model/.
@@ -34,10 +35,11 @@ class RLArgs(ModelFlags):
     budgets: Path | None = None
     """budgets.json of the cold start; measured with MODEL when not given."""
     workers: str | None = None
-    """Servers that play the rollouts (nanok3 serve --allow-reload), http://HOST:PORT with commas between several; they
-    have to see --out under the same name. Not given: this process."""
+    """Who plays the rollouts: servers (nanok3 serve --allow-reload), http://HOST:PORT with commas between several,
+    which have to see --out under the same name; or ray:N, N actors of Ray on this machine, ray:N@ADDRESS in a cluster.
+    Not given: this process."""
     worker_key: str = ""
-    """Their admin key."""
+    """The servers' admin key."""
     resume: bool = False
     """Go on from the newest whole checkpoint of --out."""
     train: RLSettings = field(default_factory=lambda: RLSettings(minutes=4.0))
@@ -58,9 +60,9 @@ def main(args: RLArgs) -> None:
     """Train; KeyboardInterrupt, after saving, for Ctrl-C."""
     from nanok3.data.chat import Sentences
     from nanok3.posttrain.effort import Budgets
-    from nanok3.posttrain.http_worker import Workers
     from nanok3.posttrain.rl import train
     from nanok3.posttrain.rl_report import write_rl_report
+    from nanok3.posttrain.workers import read_workers
     from nanok3.train.machine import keep_freed_memory
 
     keep_freed_memory()
@@ -79,6 +81,6 @@ def main(args: RLArgs) -> None:
         budgets,
         resume=args.resume,
         sentences=sentences,
-        workers=None if args.workers is None else Workers(tuple(args.workers.split(",")), args.worker_key),
+        workers=None if args.workers is None else read_workers(args.workers, args.worker_key),
     )
     print(f"{args.out}: report {write_rl_report(args.out)}; nanok3 chat {args.out}")

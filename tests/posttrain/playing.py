@@ -55,6 +55,7 @@ class Scripted:
     """A speaker: `says(sample)` gives the ids of the turn it stands in; each step says one token of every turn."""
 
     context = 4096
+    said_tokens = 0
 
     def __init__(self, says):
         self.says, self.turns, self.begun, self.version, self.params = says, [], [], 0, []
@@ -90,6 +91,18 @@ class Scripted:
 
     def load(self):
         return len(self.turns), 0, 0.0
+
+    def rest(self, sample):
+        assert sample.outcome == "running"
+
+    def forget(self, samples):
+        assert all(sample.outcome != "running" for sample in samples)
+
+    def counts(self):
+        return {}
+
+    def close(self):
+        assert not self.turns
 
 
 def ended(reason):

@@ -22,7 +22,7 @@ from nanok3.model.weights import save
 from nanok3.posttrain import rl as rl_module
 from nanok3.posttrain.domains import SENTENCES
 from nanok3.posttrain.effort import Budgets
-from nanok3.posttrain.http_worker import HttpSpeaker, Server, Workers
+from nanok3.posttrain.http_worker import HttpSpeaker, HttpWorkers, Server
 from nanok3.posttrain.rl import RL
 from nanok3.posttrain.rl_settings import LearnerSettings, RLSettings, RolloutSettings
 from nanok3.posttrain.speaker import open_engine
@@ -89,7 +89,7 @@ def played(folder, workers=None, settings=SETTINGS):
 def test_an_iteration_over_http_trains_on_the_same_samples(tmp_path):
     here, weights, _ = played(tmp_path / "a")
     with worker() as (one, stub), worker() as (two, other):
-        there, as_well, rl = played(tmp_path / "b", Workers((one, two), "root"))
+        there, as_well, rl = played(tmp_path / "b", HttpWorkers((one, two), "root"))
         assert stub.engine.weight_version == other.engine.weight_version == 1
         assert stub.engine.counters.said_tokens and other.engine.counters.said_tokens, "both have played"
     for ours, theirs in zip(here, there, strict=True):
@@ -105,11 +105,30 @@ def test_an_iteration_over_http_trains_on_the_same_samples(tmp_path):
 def test_a_pause_keeps_what_was_said(tmp_path):
     with worker() as (url, stub):
         settings = replace(SETTINGS, rollout=replace(SETTINGS.rollout, pause=0.4, prompts=3))
-        seen, _, _ = played(tmp_path, Workers((url,), "root"), settings)
+        seen, _, _ = played(tmp_path, HttpWorkers((url,), "root"), settings)
         assert stub.is_free()
     for sample in (sample for part in seen for sample in part):
         assert len(sample.versions) == len(sample.logprobs) == len(sample.places)
         assert sample.versions == sorted(sample.versions)
+
+
+def test_servers_say_how_full_they_are(tmp_path):
+    """What waits there and what runs there decide how many turns are asked for."""
+    now = [0.0]
+    with worker() as (url, stub):
+        speaker = HttpSpeaker([url], tmp_path, lambda folder: None, clock=lambda: now[0])
+        assert speaker.load() == (0, 0, 0.0)
+        said = {"num_waiting_reqs": 3, "pages": {"total": 100, "latent": {"used": 60}, "any": {"free": 7}}}
+        speaker.servers[0].ask = lambda method, path, body=None: said
+        assert speaker.load() == (0, 0, 0.0), "not asked again at once"
+        now[0] += 1.0
+        speaker._at_work = [None] * 8
+        assert speaker.load() == (5, 3, 0.6)
+        speaker._at_work, said["pages"] = [], None
+        now[0] += 1.0
+        with pytest.raises(ValueError, match=r"/v1/loads does not say pages"):
+            speaker.load()
+        assert stub.is_free()
 
 
 def test_what_the_endpoint_refuses(tmp_path):
@@ -151,9 +170,11 @@ def test_mistakes(tmp_path, capsys):
         HttpSpeaker([], tmp_path, lambda folder: None)
     replay = replace(SETTINGS, learner=replace(SETTINGS.learner, replay=True))
     with pytest.raises(ValueError, match=r"learner.replay is True"):
-        Workers(("http://x",)).speaker(untaught(), replay, tmp_path)
+        HttpWorkers(("http://x",)).speaker(untaught(), TOKENIZER, replay, tmp_path)
     with pytest.raises(ValueError, match=r"cannot be reached"):
-        rl_module.train(untaught(), TOKENIZER, OneAnswer(), SETTINGS, tmp_path / "run", workers=Workers(("[::1]:9",)))
+        rl_module.train(
+            untaught(), TOKENIZER, OneAnswer(), SETTINGS, tmp_path / "run", workers=HttpWorkers(("[::1]:9",))
+        )
     assert not (tmp_path / "run").exists(), "nothing is written for servers that are not there"
     assert main(["serve", str(tmp_path), "--port", "0", "--allow-reload"]) == 2
     assert "allow_reload needs --admin-key" in capsys.readouterr().err
@@ -173,5 +194,5 @@ def test_a_server_that_is_none_of_ours(said):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ValueError, match=r"^workers: http://127.0.0.1:\d+"):
-            Workers((f"http://127.0.0.1:{listener.getsockname()[1]}",)).check(SETTINGS)
+            HttpWorkers((f"http://127.0.0.1:{listener.getsockname()[1]}",)).check(SETTINGS)
         thread.join()
