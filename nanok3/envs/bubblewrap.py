@@ -25,7 +25,7 @@ import shlex
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from nanok3.envs.environment import InfraError
@@ -203,12 +203,18 @@ class Sandboxes:
 
     def _prepare(self, store: Store, binds: dict[str, Path], limits: Limits) -> None:
         self.store, self.binds, self.limits = store, binds, limits
+        self.kept: list[object] = []
+        """What environments share that play in these sandboxes."""
+        self.at_close: list[Callable[[], None]] = []
 
     def open(self, files: Mapping[str, bytes] | None = None) -> Bubblewrap:
         """A sandbox whose workspace holds these files."""
         return Bubblewrap(self, self.store.open((self.store.layer(files or {}),)))
 
     def close(self) -> None:
+        """What is kept ends first; then nothing is left behind."""
+        while self.at_close:
+            self.at_close.pop()()
         self.store.close()
 
     def __enter__(self) -> Sandboxes:

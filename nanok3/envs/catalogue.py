@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
+from nanok3.data.bfcl import MPMATH
+from nanok3.envs.bfcl import KINDS as BFCL
+from nanok3.envs.bfcl import BfclEnvironment, bfcl_tasks
 from nanok3.envs.bubblewrap import Sandboxes, check
 from nanok3.envs.coding import Coding
 from nanok3.envs.coding_tasks import KINDS as CODING
@@ -47,7 +50,7 @@ def _in_process(environment: type[Environment]) -> Opener:
     return lambda _: environment()
 
 
-def _sandboxed(environment: type[Coding]) -> Opener:
+def _sandboxed(environment: Callable[[Sandboxes], Environment]) -> Opener:
     def open_one(home: Sandboxes | None) -> Environment:
         if home is None:
             raise ImportError(f"code is only run in a sandbox, and there is none: {check()}")
@@ -81,6 +84,8 @@ def kinds() -> dict[str, Kind]:
     found += [Kind(k, d, partial(small_tasks, k), _in_process(e)) for k, (d, e) in small.items()]
     found.append(Kind("search", "agent", search_tasks, lambda _: SearchEnvironment(source_index())))
     box = "bubblewrap"
+    needs = f"{box}, 2 MB by pip"
+    found += [Kind(k, "agent", partial(bfcl_tasks, k), _sandboxed(BfclEnvironment), needs, (MPMATH,)) for k in BFCL]
     found += [Kind(k, "coding", partial(coding_tasks, k), _sandboxed(Coding), box) for k in CODING]
     found.append(Kind("mbpp", "coding", _mbpp, _sandboxed(Coding), f"{box}, 86 MB by pip"))
     found.append(Kind("kernel", "coding", kernel_tasks, _sandboxed(KernelEnvironment), box, ("numpy",)))

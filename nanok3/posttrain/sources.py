@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 from zipfile import ZipFile
 
 from nanok3.data import packages
+from nanok3.data.bfcl import BFCL, json_lines, schema_of
 from nanok3.data.clean import digest, scrub, unit
 from nanok3.data.exercises import worked
-from nanok3.data.packages import Package, fetch
+from nanok3.data.packages import fetch
 from nanok3.data.plan import weight_of
 from nanok3.posttrain.conversations import Conversation, conversation_of
 
-BFCL = Package("bfcl-eval", "2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a")
 EXERCISES = 6000
 MBPP_TRAIN = 400
 BFCL_TRAIN = {"simple_python": 300, "multiple": 150, "parallel": 150, "parallel_multiple": 150, "irrelevance": 180}
@@ -216,19 +216,7 @@ def docstrings(cache: Path | None, seed: int) -> Iterator[Lesson]:
 
 # ---------------------------------------------------------------------- tools
 
-_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 NOTHING_FITS = "None of the tools that I have does that."
-
-
-def schema_of(given: Any) -> Any:
-    """A schema with JSON's names of types in the place of Python's."""
-    if isinstance(given, list):
-        return [schema_of(each) for each in given]
-    if not isinstance(given, Mapping):
-        return given
-    made = {name: schema_of(value) for name, value in given.items()}
-    kind = made.get("type")
-    return made | {"type": _TYPES.get(kind, kind)} if isinstance(kind, str) else made
 
 
 def chosen(alternatives: Any) -> Any:
@@ -256,13 +244,13 @@ def wanted_calls(truth: Sequence[Mapping[str, Any]], functions: Sequence[Mapping
 
 
 def bfcl(cache: Path | None, seed: int) -> Iterator[Lesson]:
-    """One question, the tools, and the calls; its conversations of several turns need simulators and are not here."""
+    """One question, the tools, and the calls; its conversations of several turns are environments (envs/bfcl.py)."""
     with ZipFile(fetch(BFCL, cache)) as wheel:
         for task, count in BFCL_TRAIN.items():
             name = f"BFCL_v4_{task}.json"
-            records = _json_lines(wheel, f"bfcl_eval/data/{name}")[:count]
+            records = json_lines(wheel, f"bfcl_eval/data/{name}")[:count]
             path = f"bfcl_eval/data/possible_answer/{name}"
-            truths = {} if task == "irrelevance" else {one["id"]: one for one in _json_lines(wheel, path)}
+            truths = {} if task == "irrelevance" else {one["id"]: one for one in json_lines(wheel, path)}
             for record in records:
                 tools = [{"type": "function", "function": schema_of(f)} for f in record["function"]]
                 said: dict[str, Any] = {"role": "assistant", "content": "" if truths else NOTHING_FITS}
@@ -270,10 +258,6 @@ def bfcl(cache: Path | None, seed: int) -> Iterator[Lesson]:
                     said["tool_calls"] = wanted_calls(truths[record["id"]]["ground_truth"], record["function"])
                 messages = [*record["question"][0], said]
                 yield Lesson(json.dumps(record["question"]), {"messages": messages, "tools": tools, "thinking": False})
-
-
-def _json_lines(wheel: ZipFile, path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in wheel.read(path).splitlines() if line.strip()]
 
 
 # ---------------------------------------------------------------------- the mixture
