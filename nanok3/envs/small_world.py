@@ -1,22 +1,21 @@
 """Three kinds of tasks, one a domain, so short that a model of a million parameters learns them in minutes.
 
-    buttons    3BDIKNQ                        general: where a machine in state 3 ends when these are pressed
-    ledger     S BDIKNQ to W                  agent: read a state, press, write it elsewhere; judged by the table
-    program    x3*4+ f1=9                     coding: one digit of a program is wrong; writing another runs its tests
+    buttons    S3BDIKNQ       general: machine S is in state 3; where does it end when these are pressed?
+    ledger     SBDIKNQ        agent: press them on machine S: read its state, write the new one; judged by the table
+    program    BDIKN?=4       coding: the last button is lost; filling one in runs two of five tests; judged by all
 
-The machine has six rows of three buttons, and one of each row is pressed. A button moves every state to another one
+A machine has six rows of three buttons, and one of each row is pressed. A button moves every state to another one
 (`TABLE`), and the order of buttons matters. A model meets these 90 facts in its demonstrations alone. A step that
 presses two buttons is one of 45 for each pair of rows, and all six at once are one of 3,645. So an answer that skips
 states is short and often wrong, and no reward can teach a small model to skip them all: it is composition that takes
-steps (compare the word problem of S5). A thought repeats the buttons: to find a button and to press it are two things,
-and a small model learns them one by one. Rows have letters of their own, so that a button is found by what it is:
-by its place it was still not found after 480 steps.
+steps (compare the word problem of S5).
 
-A program with one wrong digit can be mended in two ways that give the wanted f(1), and only tests tell which is meant:
-one try is right half the time, two are enough.
+To find something in the prompt and to make something of it are two things, and a small model learns them one by one.
+So a thought begins with the state that was found, and repeats the buttons. Names, buttons and states are found by what
+they are, for a row has letters of its own: by its place a button was still not found after 480 steps. What a call will
+say is said before it, where a prompt is nearer: an argument far behind the prompt was still guessed after 400 steps.
 
-The stack machine reads left to right: a digit or x is pushed, an operator takes two. It is run in this process: a
-program is a string that a few lines below interpret, and no code of anybody's.
+A program begins in state x. Where two buttons bring it to the wanted f(1), only the tests tell which is meant.
 
 Sources: the form of the tasks is that of chain sums, of key-value applications and of one-line fixes; the tasks are
 ours, as K3's are not published.
@@ -25,8 +24,6 @@ ours, as K3's are not published.
 from __future__ import annotations
 
 import hashlib
-import operator
-import re
 from collections.abc import Callable, Iterator
 from itertools import permutations
 from random import Random
@@ -40,8 +37,8 @@ from nanok3.envs.tools import ToolError, tool
 STATES = 5
 ROWS = ("ABC", "DEF", "GHI", "JKL", "MNO", "PQR")
 """Capitals: no merge of the small vocabulary joins them."""
-READ, WRITTEN = "STUV", "WXYZ"
-"""Names of a ledger that are read and that are written: the capitals that are no buttons."""
+NAMES = "STUV"
+"""Machines: capitals that are no buttons."""
 
 
 def _name(kind: str, content: str) -> str:
@@ -69,9 +66,9 @@ def press(state: int, buttons: str) -> int:
 
 
 def trace(state: int, order: str, stride: int, slip: int = 0, at: int = 0) -> str:
-    """The states, one every `stride` buttons, each behind these: `BD4IK2`. At step `at` the state is off by `slip`, and
-    what follows goes on from there."""
-    said = ""
+    """The states, first the one it begins in, then one every `stride` buttons, each behind these: `3BD4IK2`. At step
+    `at` the state is off by `slip`, and what follows goes on from there."""
+    said = str(state)
     for begin in range(0, len(order), stride):
         pressed = order[begin : begin + stride]
         state = (press(state, pressed) - 1 + slip * (begin == at * stride)) % STATES + 1
@@ -85,11 +82,10 @@ def _order(random: Random) -> str:
 
 def buttons(random: Random) -> Task:
     """Six presses. Judged by `questions.AnswerEnvironment`."""
-    start, order = random.randint(1, STATES), _order(random)
-    end = str(press(start, order))
-    told = {"text": end, "thinking": trace(start, order, 1)}
-    hidden = {"answer": end, "start": start, "buttons": order, "solution": [told]}
-    goal = f"{start}{order}"
+    name, start, order = random.choice(NAMES), random.randint(1, STATES), _order(random)
+    told = {"text": f"{name}{press(start, order)}", "thinking": trace(start, order, 1)}
+    hidden = {"answer": told["text"], "name": name, "start": start, "buttons": order, "solution": [told]}
+    goal = f"{name}{start}{order}"
     return Task(_name("buttons", goal), "general", goal, {}, hidden, budget=Budget(steps=1))
 
 
@@ -120,88 +116,71 @@ LEDGER_TOOLS = (tool("get", "", k="string"), tool("set", "", k="string", v="inte
 
 
 def ledger(random: Random) -> Task:
-    """Write, under one name, the state that another one's gets to when buttons are pressed. Names that are read and
-    names that are written are different ones, so that a name, like a button, is found by what it is."""
-    one, target = random.choice(READ), random.choice(WRITTEN)
-    table = {name: random.randint(1, STATES) for name in READ + WRITTEN}
-    order = _order(random)
-    value = press(table[one], order)
-    table[target] = random.choice([state for state in range(1, STATES + 1) if state != value])
-    goal = f"{one} {order} to {target}"
-    turns: list[dict[str, Any]] = [{"calls": [["get", {"k": one}]]}]
-    turns += [{"calls": [["set", {"k": target, "v": value}]], "thinking": trace(table[one], order, 1)}, {"text": "ok"}]
-    hidden: dict[str, Any] = {"table": table | {target: value}, "solution": turns, "target": target}
-    hidden |= {"start": table[one], "buttons": order}
-    name = _name("ledger", f"{goal} {table}")
-    return Task(name, "agent", goal, {"table": table}, hidden, LEDGER_TOOLS, Budget(steps=4, calls=8))
+    """Press the buttons of one machine: read its state, write the one it gets to, which is another one."""
+    while True:
+        table = {name: random.randint(1, STATES) for name in NAMES}
+        name, order = random.choice(NAMES), _order(random)
+        start, value = table[name], press(table[name], order)
+        if value != start:
+            break
+    turns: list[dict[str, Any]] = [{"text": name, "calls": [["get", {"k": name}]]}]
+    setting = {"text": f"{name}{value}", "calls": [["set", {"k": name, "v": value}]]}
+    turns += [setting | {"thinking": trace(start, order, 1)}, {"text": "ok"}]
+    hidden = {"table": table | {name: value}, "solution": turns, "name": name, "start": start, "buttons": order}
+    goal = f"{name}{order}"
+    budget = Budget(steps=4, calls=8)
+    return Task(_name("ledger", f"{goal} {table}"), "agent", goal, {"table": table}, hidden, LEDGER_TOOLS, budget)
 
 
 # ---------------------------------------------------------------------- coding
 
-_OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-LONGEST = 12
-"""Characters of a program at most; so no number grows beyond reason."""
-
-
-def evaluate(program: str, x: int) -> int:
-    """What a program leaves on the stack. ToolError says what is wrong with it."""
-    if not re.fullmatch(rf"[x0-9+*-]{{1,{LONGEST}}}", program):
-        raise ToolError(f"1 to {LONGEST} of x 0-9 + - *")
-    stack: list[int] = []
-    for symbol in program:
-        if symbol not in _OPERATORS:
-            stack.append(x if symbol == "x" else int(symbol))
-        elif len(stack) < 2:
-            raise ToolError(f"nothing to {symbol}")
-        else:
-            right, left = stack.pop(), stack.pop()
-            stack.append(_OPERATORS[symbol](left, right))
-    if len(stack) != 1:
-        raise ToolError(f"{len(stack)} numbers left")
-    return stack[0]
-
 
 class Workbench(InProcess):
-    """One program; writing it runs its two public tests. Right is one that has the wanted values elsewhere too."""
+    """A program without its last button; filling one in runs two public tests. Right is one that has the wanted value
+    in every state."""
 
     def perform(self, name: str, arguments: dict[str, Any]) -> str:
-        values = [(x, evaluate(arguments["p"], x), wanted) for x, wanted in self.state["tests"]]
-        self.state["program"] = arguments["p"]
-        return " ".join(f"f{x} {'ok' if value == wanted else 'no'}" for x, value, wanted in values)
+        if arguments["b"] not in TABLE:
+            raise ToolError(f"b is {arguments['b']!r:.20}; one of {''.join(TABLE)} was expected")
+        self.state["program"] = self.state["kept"] + arguments["b"]
+        return " ".join(f"f{x} {'ok' if right else 'no'}" for x, right in self._tested(self.state["tests"]))
+
+    def _tested(self, wanted: list[list[int]]) -> list[tuple[int, bool]]:
+        """Each x, and whether the program has the wanted value there; nothing filled in has none."""
+        program = self.state["program"]
+        return [(x, program is not None and press(x, program) == value) for x, value in wanted]
 
     def judge(self, hidden: bool) -> Verdict:
-        wanted = self._task().hidden["values"] if hidden else self.state["tests"]
-        right = [evaluate(self.state["program"], x) == value for x, value in wanted]
-        if hidden:
-            return Verdict(float(all(right) and self.answer is not None))
-        return Verdict(0.0, f"{sum(right)} of {len(right)} values are right")
+        if not hidden:
+            right = [found for _, found in self._tested(self.state["tests"])]
+            return Verdict(0.0, f"{sum(right)} of {len(right)} values are right")
+        right = [found for _, found in self._tested(self._task().hidden["values"])]
+        return Verdict(float(all(right) and self.answer is not None))
 
 
-WORKBENCH_TOOLS = (tool("write", "", p="string"),)
+WORKBENCH_TOOLS = (tool("fill", "", b="string"),)
 
 
-def written(a: int, b: int) -> str:
-    """The program of a x + b."""
-    return f"x{a}*{b}+"
+def fitting(kept: str, end: int, x: int = 1) -> list[str]:
+    """The buttons of the last row that bring x, behind the others, to `end`."""
+    return [button for button in ROWS[-1] if press(x, kept + button) == end]
 
 
 def program(random: Random) -> Task:
-    """f(x) = a x + b, of which a digit is wrong; f(1), a digit too, is given. Changing the other digit instead gives
-    f(1) as well."""
-    a = random.randint(2, 9)
-    b = random.randint(0, 9 - a)
-    first = random.random() < 0.5
-    digits = [w for w in range(a + b + 1) if w != (a if first else b)]
-    wrong = random.choice(digits)
-    broken, other = ((wrong, b), (wrong, a + b - wrong)) if first else ((a, wrong), (a + b - wrong, wrong))
-    goal = f"{written(*broken)} f1={a + b}"
-    turns: list[dict[str, Any]] = [{"calls": [["write", {"p": written(*pair)}]]} for pair in (other, (a, b))]
-    values = {"values": [[x, a * x + b] for x in range(3, 9)]}
-    hidden = {**values, "right": [a, b], "other": list(other), "sum": a + b, "solution": [*turns, {"text": "ok"}]}
-    state = {"program": written(*broken), "tests": [[x, a * x + b] for x in (1, 2)]}
-    return Task(
-        _name("program", f"{goal} {a}"), "coding", goal, state, hidden, WORKBENCH_TOOLS, Budget(steps=4, calls=8)
-    )
+    """Five buttons, and what f(1) has to be. f(1) and f(2) together fit one button; to fill in is allowed twice."""
+    while True:
+        order = _order(random)
+        kept, (one, two) = order[:-1], (press(x, order) for x in (1, 2))
+        fits = fitting(kept, one)
+        if len(set(fits) & set(fitting(kept, two, 2))) == 1:
+            break
+    tries = sorted(fits, key=lambda button: button == order[-1])[-2:]
+    turns: list[dict[str, Any]] = [{"text": button, "calls": [["fill", {"b": button}]]} for button in tries]
+    values = [[x, press(x, order)] for x in range(1, STATES + 1)]
+    hidden = {"values": values, "end": one, "buttons": order, "solution": [*turns, {"text": "ok"}]}
+    state = {"kept": kept, "program": None, "tests": [[1, one], [2, two]]}
+    goal, budget = f"{kept}?={one}", Budget(steps=3, calls=2)
+    return Task(_name("program", f"{goal} {order[-1]}"), "coding", goal, state, hidden, WORKBENCH_TOOLS, budget)
 
 
 KINDS: dict[str, Callable[[Random], Task]] = {"buttons": buttons, "ledger": ledger, "program": program}

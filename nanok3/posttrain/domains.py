@@ -3,7 +3,7 @@
     domain     kind       what counts as effort      low                 high               max
     general    buttons    thinking tokens            no thinking         every 2nd state    every state
     agent      ledger     all output tokens          no thinking         every 2nd state    every state
-    coding     program    all output tokens          one try             a second one       both with thoughts
+    coding     program    all output tokens          none, one try       every 2nd, two     every state, two
 
 A demonstration shows the effort that it is labelled with in most cases, and now and then another one's, so that the
 lengths vary and a budget can choose among them. A share of demonstrations ends in a mistake (`Mistakes`): what comes of
@@ -25,7 +25,7 @@ from nanok3.data.chat import EFFORTS, Segment, Sentences, render
 from nanok3.data.tokenizer import Tokenizer, train_tokenizer
 from nanok3.envs.environment import Environment, Observation, Reply, Task
 from nanok3.envs.questions import AnswerEnvironment
-from nanok3.envs.small_world import STATES, Ledger, Workbench, small_tasks, trace, written
+from nanok3.envs.small_world import ROWS, STATES, Ledger, Workbench, fitting, small_tasks, trace
 from nanok3.envs.tools import Call, schemas
 
 SENTENCES = Sentences(
@@ -146,32 +146,36 @@ def _pressed(task: Task, effort: str, wrong: bool, random: Random) -> tuple[str,
 
 def _press(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
     thinking, end = _pressed(task, effort, wrong, random)
-    return [Reply(str(end), thinking=thinking)]
+    return [Reply(f"{task.hidden['name']}{end}", thinking=thinking)]
 
 
 def _keep(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
-    first, _, last = task.hidden["solution"]
+    """What a call will say is said before it."""
+    name = task.hidden["name"]
     thinking, end = _pressed(task, effort, wrong, random)
-    setting = Call("set", {"k": task.hidden["target"], "v": end})
-    getting = tuple(Call(*call) for call in first["calls"])
-    return [Reply(calls=getting), Reply(calls=(setting,), thinking=thinking), Reply(last["text"])]
+    get, put = Call("get", {"k": name}), Call("set", {"k": name, "v": end})
+    return [Reply(name, (get,)), Reply(f"{name}{end}", (put,), thinking), Reply("ok")]
 
 
-def _mend(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
-    """Either digit is mended first; a second try mends the other. One that goes wrong is off, or has no second try."""
-    right, other = task.hidden["right"], task.hidden["other"]
-    tries = random.choice([[right], [other, right]])
-    spoilt = wrong and (effort == "low" or len(tries) == 1 or random.random() < 0.5)
-    if spoilt:
-        a, b = tries[-1]
-        tries[-1] = [a, random.choice([digit for digit in range(10) if digit not in (b, right[1])])]
-    if effort == "low" or (wrong and not spoilt):
-        tries = tries[:1]
-    replies = []
-    for a, b in tries:
-        thinking = f"{task.hidden['sum']}-{a}={b}" if effort == "max" else ""
-        replies.append(Reply(calls=(Call("write", {"p": written(a, b)}),), thinking=thinking))
-    return [*replies, Reply("ok")]
+def _fill(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
+    """The states up to what is lost, and then a button that fits; where two do, the tests decide. One that goes wrong
+    is off in a state, or takes a button that does not fit."""
+    order, end, stride = task.hidden["buttons"], task.hidden["end"], STRIDES[effort]
+    kept = order[:-1]
+    steps = len(kept) // stride
+    at = random.randrange(steps + 1) if wrong else None
+    slip = 0 if at in (None, steps) else random.randrange(1, STATES)
+    known = trace(1, kept[: steps * stride], stride, slip, at or 0)
+    state, rest = int(known[-1]), kept[steps * stride :]
+    fits = fitting(rest, end, state)
+    if at == steps or not fits:
+        fits = [button for button in ROWS[-1] if button not in fits]
+    tries = random.sample(fits, min(len(fits), 1 if effort == "low" else 2))
+    if order[-1] in tries:
+        tries = tries[: tries.index(order[-1]) + 1]
+    thoughts = [f"{known}{rest}{tries[0]}{end}", *(f"{state}{rest}{button}{end}" for button in tries[1:])]
+    said = zip(tries, [""] if effort == "low" else thoughts)
+    return [*(Reply(button, (Call("fill", {"b": button}),), thought) for button, thought in said), Reply("ok")]
 
 
 def domains() -> dict[str, Domain]:
@@ -179,7 +183,7 @@ def domains() -> dict[str, Domain]:
     found = (
         Domain("general", "buttons", "thinking", AnswerEnvironment, _press),
         Domain("agent", "ledger", "output", Ledger, _keep),
-        Domain("coding", "program", "output", Workbench, _mend),
+        Domain("coding", "program", "output", Workbench, _fill),
     )
     return {domain.name: domain for domain in found}
 
