@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 from nanok3.data.bfcl import MPMATH
 from nanok3.envs.bfcl import KINDS as BFCL
@@ -16,6 +17,7 @@ from nanok3.envs.coding_tasks import coding_tasks, mbpp_tasks
 from nanok3.envs.environment import Environment, Task
 from nanok3.envs.general import KINDS as GENERAL
 from nanok3.envs.general import general_tasks
+from nanok3.envs.gvisor import Containers
 from nanok3.envs.gym import SETS, GymEnvironment, gym_tasks
 from nanok3.envs.kernel_task import KernelEnvironment, kernel_tasks
 from nanok3.envs.office import KINDS as OFFICE
@@ -26,7 +28,8 @@ from nanok3.envs.small_world import Ledger, Workbench, small_tasks
 from nanok3.envs.synthesise import synthesised_tasks
 from nanok3.envs.visual import SUBJECTS, VisualEnvironment, visual_tasks
 
-Opener = Callable[["Sandboxes | None"], Environment]
+Home = Sandboxes | Containers
+Opener = Callable[[Home | None], Environment]
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,14 @@ def _in_process(environment: type[Environment]) -> Opener:
     return lambda _: environment()
 
 
-def _sandboxed(environment: Callable[[Sandboxes], Environment]) -> Opener:
-    def open_one(home: Sandboxes | None) -> Environment:
+def _sandboxed(environment: Callable[[Any], Environment], anywhere: bool = False) -> Opener:
+    """anywhere: also in gVisor; what asks a running program line by line needs bubblewrap."""
+
+    def open_one(home: Home | None) -> Environment:
         if home is None:
             raise ImportError(f"code is only run in a sandbox, and there is none: {check()}")
+        if not anywhere and not isinstance(home, Sandboxes):
+            raise ValueError("sandbox is 'gvisor'; allowed for this kind: 'bubblewrap', which asks line by line")
         return environment(home)
 
     return open_one
@@ -86,8 +93,8 @@ def kinds() -> dict[str, Kind]:
     box = "bubblewrap"
     needs = f"{box}, 2 MB by pip"
     found += [Kind(k, "agent", partial(bfcl_tasks, k), _sandboxed(BfclEnvironment), needs, (MPMATH,)) for k in BFCL]
-    found += [Kind(k, "coding", partial(coding_tasks, k), _sandboxed(Coding), box) for k in CODING]
-    found.append(Kind("mbpp", "coding", _mbpp, _sandboxed(Coding), f"{box}, 86 MB by pip"))
+    found += [Kind(k, "coding", partial(coding_tasks, k), _sandboxed(Coding, True), box) for k in CODING]
+    found.append(Kind("mbpp", "coding", _mbpp, _sandboxed(Coding, True), f"{box}, 86 MB by pip"))
     found.append(Kind("kernel", "coding", kernel_tasks, _sandboxed(KernelEnvironment), box, ("numpy",)))
     found += [Kind(k, "visual", partial(visual_tasks, k), lambda _: VisualEnvironment(), "Pillow") for k in SUBJECTS]
     return {kind.name: kind for kind in found}

@@ -23,6 +23,7 @@ from typing import Any
 
 from nanok3.envs.bubblewrap import Bubblewrap, Sandboxes, python
 from nanok3.envs.environment import InfraError, Observation, Reply, Task, Verdict
+from nanok3.envs.gvisor import Containers, GVisor
 from nanok3.envs.in_process import InProcess
 from nanok3.envs.sandbox import Limits
 from nanok3.envs.tools import ToolError, tool
@@ -54,7 +55,7 @@ for number, expression in enumerate(expressions):
 """
 
 
-def evaluate(box: Bubblewrap, setup: str, expressions: Sequence[str], seconds: float) -> list[str | None]:
+def evaluate(box: Bubblewrap | GVisor, setup: str, expressions: Sequence[str], seconds: float) -> list[str | None]:
     """What each expression printed after `setup`, in a fork of the sandbox; None where there is nothing."""
     mark, fork = secrets.token_hex(8), box.fork()
     try:
@@ -110,16 +111,16 @@ class Coding(InProcess):
     A snapshot names a snapshot of the sandbox's store, so it lives as long as the store.
     """
 
-    def __init__(self, home: Sandboxes) -> None:
+    def __init__(self, home: Sandboxes | Containers) -> None:
         super().__init__()
-        self.home, self.box = home, None  # type: Sandboxes, Bubblewrap | None
+        self.home, self.box = home, None  # type: Sandboxes | Containers, Bubblewrap | GVisor | None
 
     def reset(self, task: Task) -> Observation:
         self.close()
         self.box = self.home.open({path: text.encode() for path, text in task.state["files"].items()})
         return super().reset(task)
 
-    def _box(self) -> Bubblewrap:
+    def _box(self) -> Bubblewrap | GVisor:
         if self.box is None:
             raise ValueError("the environment has no sandbox; reset first")
         return self.box

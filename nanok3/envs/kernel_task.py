@@ -200,7 +200,9 @@ class KernelEnvironment(Coding):
     """The coding environment with a clock. Its sandboxes need numpy: `Sandboxes(packages=("numpy",))`."""
 
     def judge(self, hidden: bool) -> Verdict:
-        trial = Trial(self._task(), self._box())
+        box = self._box()
+        assert isinstance(box, Bubblewrap), "programs are asked line by line"
+        trial = Trial(self._task(), box)
         try:
             for roles in (("work",), ("baseline", "expert", "nothing")):
                 trial.start(*roles)

@@ -1,11 +1,11 @@
 """What runs a model's commands: one interface, and the rule that nothing untrusted runs without a sandbox.
 
     run(command, stdin)      -> status, output, seconds, and which limit ended it, if one did
-    snapshot, restore, fork     of the workspace; processes are not kept, commands are short
+    snapshot, restore, fork     of the workspace; processes are kept by gVisor and E2B alone, commands are short
     with_files(files)        -> a fork that has these files on top: how hidden tests meet the work they judge
 
-Back-ends: `bubblewrap.py` on this machine, `e2b.py` for a service. Where bubblewrap is not there or does not work,
-`bubblewrap.Sandboxes` refuses with the line to install.
+Back-ends: `bubblewrap.py` and `gvisor.py` on this machine, `e2b.py` for a service. Where bubblewrap is not there, or
+does not work, `bubblewrap.Sandboxes` refuses with the line to install.
 """
 
 from __future__ import annotations

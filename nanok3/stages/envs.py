@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 if TYPE_CHECKING:
-    from nanok3.envs.bubblewrap import Sandboxes
-    from nanok3.envs.catalogue import Kind
+    from nanok3.envs.catalogue import Home, Kind
     from nanok3.envs.environment import Task
     from nanok3.envs.episode import Trajectory
 
@@ -42,6 +41,8 @@ class EnvsArgs:
     """The side of the split, which a task's content decides."""
     policy: Literal["solution", "nothing", "attacks"] = "solution"
     """Who plays: the task's own solution, one that answers "Done." at once, or every attack of the suite."""
+    sandbox: Literal["bubblewrap", "gvisor"] = "bubblewrap"
+    """What code is run in; gvisor, which also keeps processes in snapshots, needs runsc and root."""
     json: Path | None = None
     """Write the tasks to this file instead of playing them."""
 
@@ -67,7 +68,7 @@ def main(args: EnvsArgs) -> None:
     if args.json is not None:
         write_tasks(args.json, tasks)
         return
-    with sandboxes(kind) as home:
+    with sandboxes(kind, args.sandbox) as home:
         if args.policy == "attacks":
             for line in attack_lines(attacked(kind, list(tasks), home)):
                 print(line)
@@ -79,33 +80,35 @@ def main(args: EnvsArgs) -> None:
 def show_kinds(found: list[Kind]) -> None:
     """One line a kind; what it needs, and whether that is here."""
     from nanok3.envs.bubblewrap import check
+    from nanok3.envs.gvisor import missing
 
     for kind in found:
         print(f"{kind.domain:8} {kind.name:20} {f'needs {kind.needs}' if kind.needs else ''}".rstrip())
-    reason = check()
-    print(f"\nsandboxes: {'work here' if reason is None else reason}")
+    print(f"\nsandboxes: bubblewrap: {check() or 'works here'}")
+    print(f"           gvisor: {missing() or 'runsc is here'}")
 
 
 @contextmanager
-def sandboxes(kind: Kind) -> Iterator[Sandboxes | None]:
+def sandboxes(kind: Kind, sandbox: str = "bubblewrap") -> Iterator[Home | None]:
     """The sandboxes that a kind needs, closed at the end."""
     from nanok3.envs.bubblewrap import Sandboxes
+    from nanok3.envs.gvisor import Containers
 
     if "bubblewrap" not in kind.needs:
         yield None
         return
-    with Sandboxes(packages=kind.packages) as home:
+    with (Containers if sandbox == "gvisor" else Sandboxes)(packages=kind.packages) as home:
         yield home
 
 
-def play_one(kind: Kind, task: Task, home: Sandboxes | None, policy: str) -> Trajectory:
+def play_one(kind: Kind, task: Task, home: Home | None, policy: str) -> Trajectory:
     from nanok3.envs.environment import Reply
     from nanok3.envs.episode import play, scripted, solution
 
     return play(kind.open(home), task, scripted(solution(task) if policy == "solution" else [Reply("Done.")]))
 
 
-def attacked(kind: Kind, tasks: list[Task], home: Sandboxes | None) -> dict[str, list[float | None]]:
+def attacked(kind: Kind, tasks: list[Task], home: Home | None) -> dict[str, list[float | None]]:
     """What each attack earned in each task, and last the solution."""
     from nanok3.envs.attacks import ATTACKS
     from nanok3.envs.episode import play, scripted, solution
@@ -127,7 +130,7 @@ def show_attacked(kind: Kind, args: EnvsArgs) -> None:
     """One line a kind: how many attacks earned nothing, and what the solution earned; or why it is not played."""
     try:
         tasks = list(islice(kind.tasks(args.split, args.seed), args.count))
-        with sandboxes(kind) as home:
+        with sandboxes(kind, args.sandbox) as home:
             earned = attacked(kind, tasks, home)
     except ImportError as error:
         print(f"{kind.name:20} not played: {error}")
