@@ -54,6 +54,13 @@ def preferred(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and {"avx512f", "amd"} <= _features()
 
 
+@native.constant_when_traced
+def preferred_for_groups() -> bool:
+    """Whether grouped bf16 products are. Torch's library builds a program for each new number of rows, and experts have
+    another number at every step; so where both multiply pairs of bf16, ours is faster; not where torch has AMX."""
+    return preferred(torch.bfloat16) or _features() & {"avx512_bf16", "amx_bf16"} == {"avx512_bf16"}
+
+
 @functools.cache
 def _features() -> set[str]:
     return set(native.cpu_features().lower().replace(":", " ").split())

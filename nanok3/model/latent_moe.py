@@ -154,11 +154,11 @@ def _grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _grouped_cpu(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor | None:
-    """The C++ form, or None where it does not apply: another device, float64, no compiler; or where torch has fast
-    bf16 products."""
+    """The C++ form, or None where it does not apply: another device, float64, no compiler; or where torch's bf16 is
+    faster."""
     from nanok3.kernels import linear_cpu
 
-    if x.dtype == torch.bfloat16 and not linear_cpu.preferred(torch.bfloat16):
+    if x.dtype == torch.bfloat16 and not linear_cpu.preferred_for_groups():
         return None
     product = linear_cpu.grouped_linear(x, weight, counts)
     return None if product is NotImplemented else product

@@ -213,18 +213,19 @@ def test_an_expert_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("described", "bf16", "float32"),
+    ("described", "bf16", "groups", "float32"),
     [
-        ("x86_64\nflags\t\t: fpu avx2 fma\nmodel name\t: AMD EPYC", True, False),
-        ("x86_64\nflags\t\t: fpu avx512f avx512_bf16\nmodel name\t: AMD EPYC", False, True),
-        ("x86_64\nflags\t\t: fpu avx512f\nmodel name\t: Intel(R) Xeon(R)", True, False),
-        ("x86_64\nflags\t\t: avx512f avx512_bf16 amx_bf16\nmodel name\t: Intel(R) Xeon(R)", False, False),
-        ("aarch64\nFeatures\t: fp asimd bf16", False, False),
-        ("arm64", True, False),
+        ("x86_64\nflags\t\t: fpu avx2 fma\nmodel name\t: AMD EPYC", True, True, False),
+        ("x86_64\nflags\t\t: fpu avx512f avx512_bf16\nmodel name\t: AMD EPYC", False, True, True),
+        ("x86_64\nflags\t\t: fpu avx512f\nmodel name\t: Intel(R) Xeon(R)", True, True, False),
+        ("x86_64\nflags\t\t: avx512f avx512_bf16 amx_bf16\nmodel name\t: Intel(R) Xeon(R)", False, False, False),
+        ("aarch64\nFeatures\t: fp asimd bf16", False, False, False),
+        ("arm64", True, True, False),
     ],
 )
-def test_the_choice_is_the_processors(described: str, bf16: bool, float32: bool, monkeypatch) -> None:
+def test_the_choice_is_the_processors(described: str, bf16: bool, groups: bool, float32: bool, monkeypatch) -> None:
     monkeypatch.setattr(linear_cpu, "_features", lambda: set(described.lower().replace(":", " ").split()))
+    assert linear_cpu.preferred_for_groups() is groups
     assert linear_cpu.preferred(torch.bfloat16) is bf16 and linear_cpu.preferred(torch.float32) is float32
     assert not linear_cpu.preferred(torch.float64)
 

@@ -293,9 +293,11 @@ def test_packed_experts_are_the_decoded_ones(spread):
     routing, z = choose(spread, cfg), inputs(cfg, len(spread))
     close(routed(packed, z, routing), routed(plain, z, routing))
     close(routed_reference(packed, z, routing), routed(plain, z, routing))
-    low, plain = z.bfloat16(), plain.bfloat16()
-    same = routed(packed, low, routing).double(), routed(plain, low, routing).double()
-    assert ((same[0] - same[1]).norm() / same[1].norm()).item() < 5e-3
+    low = z.bfloat16()
+    exact = routed(plain, low.double(), routing).detach()
+    ours, layers = (routed(e, low, routing).double().detach() for e in (packed, plain.bfloat16()))
+    wrong, by_layers = (float((y - exact).norm() / exact.norm()) for y in (ours, layers))
+    assert wrong < 4e-3 and wrong < 1.1 * by_layers  # three products that round once each
 
 
 def test_packed_experts_have_bytes_only():

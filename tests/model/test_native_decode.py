@@ -357,12 +357,15 @@ def test_a_weight_replaced_amid_a_sequence_is_seen_within_some_steps():
     for token in ids[:, :4].split(1, 1):
         decoder.step_state(token, state)
     new.lm_head.weight = torch.nn.Parameter(-2 * new.lm_head.weight)
-    seen = []
+    seen, bound = (
+        [],
+        1e-3,
+    )  # they differ by -2; rounding makes 1e-5 at 40 tokens, in torch too
     for t in range(4, 40):
         logits = decoder.step_state(ids[:, t : t + 1], state).logits
         expected = [m(ids[:, : t + 1]).logits[:, -1] for m in (old, new)]
-        seen.append(relative(logits, expected[1]) < BOUND)
-        assert seen[-1] or relative(logits, expected[0]) < BOUND
+        seen.append(relative(logits, expected[1]) < bound)
+        assert seen[-1] or relative(logits, expected[0]) < bound
     assert all(seen[STEPS_TO_COMPARE:]) and seen == sorted(seen)
 
 

@@ -136,9 +136,16 @@ struct Expert {
   float beta, linear_beta;
 };
 
-// out[0 : rows] = W2_e SiTU(W1_e z, W3_e z).
-template <class Left, class F>
-void expert_rows(const Expert& x, int64_t e, const Left& z, int rows, bool few, float* out) {
+// numbers = what memory of type T keeps of them; returns where that is: in `kept`, or where they are.
+INLINE const float* kept_as(const float* numbers, int64_t, float*) { return numbers; }
+INLINE const bf16* kept_as(const float* numbers, int64_t n, bf16* kept) {
+  for_columns(n, [=](int64_t i, auto part) { write(kept + i, read(numbers + i, part), part); });
+  return kept;
+}
+
+// out[0 : rows] = W2_e SiTU(W1_e z, W3_e z). What W2 reads is of the type of z, as it is where these are three layers.
+template <class T, class F>
+void expert_rows(const Expert& x, int64_t e, const LeftRows<T>& z, int rows, bool few, float* out) {
   const int64_t latent = x.w1.columns, inner = x.w1.rows;
   const F w1(x.w1, e), w2(x.w2, e), w3(x.w3, e);
   if (few) {
@@ -149,6 +156,8 @@ void expert_rows(const Expert& x, int64_t e, const Left& z, int rows, bool few, 
     few_rows(rows, w1, 0, inner, latent, wide, ldz, gate, ldh);
     few_rows(rows, w3, 0, inner, latent, wide, ldz, up, ldh);
     for (int i = 0; i < rows; ++i) activate(gate + i * ldh, up + i * ldh, inner, x.beta, x.linear_beta);
+    if (std::is_same_v<T, bf16>)
+      widen_row(kept_as(gate, rows * ldh, reinterpret_cast<T*>(up)), int(rows * ldh), gate);
     few_rows(rows, w2, 0, latent, inner, gate, ldh, out, latent);
     return;
   }
@@ -156,8 +165,8 @@ void expert_rows(const Expert& x, int64_t e, const Left& z, int rows, bool few, 
   multiply_rows(z, RightTurned<F>{w1}, Rows<float>{gate, inner}, latent, inner, 0, rows, block);
   multiply_rows(z, RightTurned<F>{w3}, Rows<float>{up, inner}, latent, inner, 0, rows, block);
   activate(gate, up, rows * inner, x.beta, x.linear_beta);
-  multiply_rows(LeftRows<float>{gate, inner, nullptr}, RightTurned<F>{w2}, Rows<float>{out, latent}, inner, latent, 0,
-                rows, block);
+  const LeftRows<T> hidden{kept_as(gate, rows * inner, reinterpret_cast<T*>(up)), inner, nullptr};
+  multiply_rows(hidden, RightTurned<F>{w2}, Rows<float>{out, latent}, inner, latent, 0, rows, block);
 }
 
 }  // namespace
@@ -248,7 +257,7 @@ void expert_answers(const void* z, Type type, const int64_t* tokens, const int64
       in_parallel(int64_t(blocks.size()), threads, [&](int64_t i) {
         const Range& b = blocks[i];
         const LeftRows<T> left{static_cast<const T*>(z), L, tokens + b.begin};
-        expert_rows<LeftRows<T>, decltype(f)>(experts, b.expert, left, int(b.end - b.begin), counts[b.expert] <= FEW,
+        expert_rows<T, decltype(f)>(experts, b.expert, left, int(b.end - b.begin), counts[b.expert] <= FEW,
                                               answers + b.begin * L);
       });
     });
