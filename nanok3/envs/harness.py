@@ -97,6 +97,8 @@ def messages(harness: Harness, played: Trajectory) -> list[dict[str, Any]]:
             content = result.content if number >= first else LEFT_OUT
             told.append({"role": "tool", "tool_call_id": f"{turn}-{i}", "content": content})
             number += 1
+        if seen.text:
+            told.append({"role": "user", "content": seen.text})
     return told
 
 

@@ -38,6 +38,7 @@ FAMILIES = {
     "world": ("buttons", "ledger", "program"),
     "coding": ("functions", "repositories"),
     "questions": ("letters", "sums", "reverse", "copy"),
+    "bfcl": ("bfcl-base", "bfcl-missing", "bfcl-long"),
 }
 """Names for several kinds of tasks (envs/catalogue.py) at once."""
 RETRIES = 2

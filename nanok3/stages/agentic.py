@@ -5,7 +5,7 @@
     nanok3 agentic questions coding --tasks 50 --concurrency 8 --out runs/all
     nanok3 agentic office --out runs/office --resume                         after Ctrl-C, or when the server is back
 
-A family (office, world, coding, questions) stands for several kinds of tasks; kinds have the names that `nanok3 envs`
+A family (office, world, coding, questions, bfcl) stands for several kinds of tasks; kinds have the names that `nanok3 envs`
 lists. --out gets the table (result.json), a line a task (results.jsonl) and transcripts to read.
 """
 
@@ -40,7 +40,7 @@ class AgenticArgs:
     """Let a model behind an OpenAI-compatible API play environments."""
 
     kinds: Annotated[tuple[str, ...], tyro.conf.Positional] = ("office",)
-    """Families (office, world, coding, questions) or kinds of tasks, as `nanok3 envs` lists them."""
+    """Families (office, world, coding, questions, bfcl) or kinds of tasks, as `nanok3 envs` lists them."""
     base_url: str | None = None
     """Where the API is, /v1 included. Not given: OPENAI_BASE_URL, else http://127.0.0.1:8000/v1."""
     model: str | None = None

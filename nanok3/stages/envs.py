@@ -156,6 +156,8 @@ def show_episode(played: Trajectory) -> None:
             print(f"  says: {reply.text}")
         for result in seen.results if seen else ():
             print(f"  <- {result.content}".replace("\n", "\n     "))
+        if seen and seen.text:
+            print(f"{seen.text}")
     reward = "none" if played.reward is None else f"{played.reward:g}"
     said = played.reason or played.public
     print(f"  {played.outcome}, reward {reward}{f' ({said})' if said else ''}\n")

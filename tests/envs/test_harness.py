@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from nanok3.envs.environment import Reply
-from nanok3.envs.episode import Episode, play, scripted, solution
+from nanok3.envs.environment import Observation, Reply
+from nanok3.envs.episode import Episode, Trajectory, play, scripted, solution
 from nanok3.envs.harness import LEFT_OUT, NAMES, PROMPTS, Harness, Harnessed, draw, messages
 from nanok3.envs.office import Office, office_tasks
 from nanok3.envs.tools import Call
@@ -86,6 +86,14 @@ def test_messages_only_grow_or_leave_out():
     assert ids == [m["tool_call_id"] for m in found[-1] if m["role"] == "tool"]
     results = [m["content"] for m in histories(Harness(prompt="none", window=2))[-1] if m["role"] == "tool"]
     assert results[:-2] == [LEFT_OUT] * (len(results) - 2) and LEFT_OUT not in results[-2:]
+
+
+def test_what_the_user_says_on_the_way_is_read():
+    """An environment of several turns goes on after a reply without calls."""
+    played = Trajectory(task(), [Observation("first"), Observation("second"), Observation(done=True)])
+    played.replies = [Reply("one"), Reply("two")]
+    told = [(m["role"], m["content"]) for m in messages(Harness(prompt="none"), played)]
+    assert told == [("user", "first"), ("assistant", "one"), ("user", "second"), ("assistant", "two")]
 
 
 def test_groups_draw_their_own():

@@ -120,7 +120,7 @@ def test_mistakes_are_told(tmp_path, capsys):
         assert main(["agentic", "--base-url", address]) == 2
         assert f"base_url is '{address}'; allowed: http://HOST:PORT/v1" in capsys.readouterr().err
     assert main(["agentic", "chess"]) == 2
-    assert "kinds is 'chess'; allowed: office, world, coding, questions, or one of" in capsys.readouterr().err
+    assert "kinds is 'chess'; allowed: office, world, coding, questions, bfcl, or one of" in capsys.readouterr().err
     assert main(["agentic", "--concurrency", "0"]) == 2
     assert "concurrency is 0; it must lie between 1 and 1000000" in capsys.readouterr().err
     assert main(["agentic", "--out", str(tmp_path / "none"), "--timeout", "0"]) == 2
