@@ -135,6 +135,8 @@ def _data_folder(config: Path) -> Path | None:
     if not isinstance(settings, dict):
         raise ValueError(f"{config}: field 'settings' is {settings!r}; it must be a mapping")
     data = settings.get("data")
+    if isinstance(data, list):  # files of conversations, which bring no tokenizer
+        return None
     if data is not None and not isinstance(data, str):
         raise ValueError(f"{config}: field 'settings.data' is {data!r}; it must be a folder's path")
     return None if data is None else Path(data)

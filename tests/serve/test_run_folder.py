@@ -58,6 +58,14 @@ def test_the_marker_tells_the_stage(run: Path, tmp_path: Path) -> None:
     assert stage_of(folder) is None and not open_model(tmp_path).answers
 
 
+def test_a_run_that_was_taught_from_files_is_opened(run: Path, tmp_path: Path) -> None:
+    """Its data are conversations, which have no tokenizer; that lies beside the model."""
+    shutil.copytree(run / "model", tmp_path / "model")
+    for data in ("[]", "[chats.jsonl]"):
+        (tmp_path / "config.yaml").write_text(f"settings: {{data: {data}}}")
+        assert open_model(tmp_path).folder == tmp_path / "model"
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
