@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from nanok3.data.files import replacing
 from nanok3.data.picture_text import PlacedPicture, encode_document, media_pad_id
 from nanok3.data.pictures.document import PictureDocument
-from nanok3.data.pictures.kinds import PictureMix, check_needs, open_kind, picture_documents, with_split
+from nanok3.data.pictures.kinds import WRITTEN, PictureMix, check_needs, open_kind, picture_documents, with_split
 from nanok3.data.pictures.words import common_words
 from nanok3.data.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ def drawn(
     mix: PictureMix, texts: Iterator[str], validation: float, seed: int, cache: Path | None
 ) -> dict[str, Iterator[Split]]:
     """Kind -> its documents with their sides of the split, drawn as they are read. `texts` are the training texts."""
-    words = common_words(texts) if "words" in mix.kinds else []
+    words = common_words(texts) if set(WRITTEN) & set(mix.kinds) else []
     return {
         kind: with_split(picture_documents(kind, open_kind(kind, words, cache), count, seed), validation, seed)
         for kind, count in mix.counts().items()

@@ -72,7 +72,7 @@ def test_pictures_beside_texts(corpora: Path, capsys: pytest.CaptureFixture[str]
     assert f"{sources['shapes']['train']['pictures']:,}" in shown and "patches/" in shown
     assert f"{sum(sources[k][s]['patches'] for k in ('shapes', 'words') for s in ('train', 'validation')):,}" in shown
     assert (corpora / "sheet.png").read_bytes().startswith(b"\x89PNG") and "shows 10 picture documents" in shown
-    batch = next(MixtureLoader(opened.sources(), opened.weights(), 4, 128))
+    batch = next(MixtureLoader(opened.sources(), opened.weights(), 4, 160))
     assert batch.pictures is not None
     for wrong in (["--contact-sheet", corpora / "x.png"], ["--picture-kinds", "words"]):
         with pytest.raises(ValueError, match="pictures: 0; picture_kinds and contact_sheet need a share"):

@@ -24,7 +24,7 @@ from nanok3.data.picture_shards import encode_frames
 from nanok3.data.pictures import code, drawing, kinds, motion, packaged, plots, shapes, words
 from nanok3.data.pictures.document import Picture, PictureDocument, question_text, split_of, tell
 
-DRAWN = (*kinds.CORE, "svg")
+DRAWN = (*kinds.CORE, *kinds.FURTHER, "svg")
 WORDS = ["stock", "horse", "under", "light", "king"]
 
 
@@ -104,11 +104,11 @@ def test_the_text_is_a_caption_or_questions_with_their_answers(kind: str) -> Non
 
 def test_questions_have_several_phrasings() -> None:
     texts = "".join(document.text for document in made("shapes", 80))
-    assert len(set(re.findall(r"Question: (.*)\n", texts))) == 9
+    assert len(set(re.findall(r"Question: (.*)\n", texts))) == 10
     assert question_text("How many?") == "\nQuestion: How many?\nAnswer:"
 
 
-@pytest.mark.parametrize("kind", ["shapes", "tiles", "inks"])
+@pytest.mark.parametrize("kind", ["shapes", "tiles"])
 def test_shapes_are_counted_named_and_coloured_right(kind: str) -> None:
     seen = set()
     for document in made(kind, 150):
@@ -123,15 +123,15 @@ def test_shapes_are_counted_named_and_coloured_right(kind: str) -> None:
     assert {shape for shape, _ in seen} == set(drawing.SHAPES) and len({count for _, count in seen}) == 5
 
 
-@pytest.mark.parametrize("kind", ["tiles", "spots", "silhouettes", "inks"])
+@pytest.mark.parametrize("kind", ["tiles", "silhouettes"])
 def test_every_shape_has_a_cell_of_its_own(kind: str) -> None:
     offs = set()
     for document in made(kind, 80):
         (picture,) = pictures(document)
         patches = components(ink_of(picture.frames[0]))
-        cells = [{tuple(pixel) for pixel in (patch // shapes.CELL).tolist()} for patch in patches]
+        cells = [{tuple(pixel) for pixel in (patch // drawing.CELL).tolist()} for patch in patches]
         assert all(len(cell) == 1 for cell in cells) and len(set.union(*cells)) == len(patches)
-        offs |= {tuple((patch.mean(axis=0) % shapes.CELL).round().astype(int).tolist()) for patch in patches}
+        offs |= {tuple((patch.mean(axis=0) % drawing.CELL).round().astype(int).tolist()) for patch in patches}
     assert len(offs) > 20
 
 
@@ -139,39 +139,31 @@ def test_silhouettes_differ_in_nothing_but_forms_numbers_and_places() -> None:
     seen = set()
     for document in made("silhouettes", 120):
         said, (picture,) = answers(document), pictures(document)
-        assert {level for _, level in picture.frames[0].getcolors()} == set(shapes.SILHOUETTE)
+        assert {level for _, level in picture.frames[0].getcolors()} == set(drawing.SILHOUETTE)
         patches = components(ink_of(picture.frames[0]))
         assert drawing.NUMBERS[len(patches)] == said["count"] and {form(patch) for patch in patches} == {said["shape"]}
-        assert ("pixel" in said) == ("position" in said) == (len(patches) == 1)
-        if "pixel" in said:
-            across, down = map(float, said["pixel"].strip("()").split(", "))
-            assert math.dist(patches[0].mean(axis=0), (down, across)) < 1.6
         seen.add((said["shape"], said["count"]))
     assert len(seen) > 20
 
 
-def test_inks_lie_on_one_paper_and_a_single_one_has_a_place() -> None:
-    for document in made("inks", 60):
-        said, (picture,) = answers(document), pictures(document)
-        assert picture.frames[0].getpixel((0, 0)) == shapes.SILHOUETTE[0]
-        assert len(picture.frames[0].getcolors()) == 2
-        assert ("pixel" in said) == ("position" in said) == (said["count"] == "one")
-        if "pixel" in said:
-            (patch,) = components(ink_of(picture.frames[0]))
-            across, down = map(float, said["pixel"].strip("()").split(", "))
-            assert math.dist(patch.mean(axis=0), (down, across)) < 1.6
-
-
-@pytest.mark.parametrize("kind", ["places", "spots"])
+@pytest.mark.parametrize("kind", ["places", "shapes", "tiles", "silhouettes"])
 def test_places_are_where_they_are_said_to_be(kind: str) -> None:
+    asked = 0
     for document in made(kind, 60):
-        (picture,) = pictures(document)
-        (patch,) = components(ink_of(picture.frames[0]))
-        y, x = patch.mean(axis=0)
-        across, down = map(float, answers(document)["pixel"].strip("()").split(", "))
-        assert math.dist((x, y), (across, down)) < 1.6
-        fractions = list(map(float, answers(document)["position"].strip("()").split(", ")))
-        assert fractions == [round(across / picture.size[0], 2), round(down / picture.size[1], 2)]
+        (picture,), questions = pictures(document), {question.field: question for question in document.questions}
+        patches = components(ink_of(picture.frames[0]))
+        assert ("pixel" in questions) == ("position" in questions) == (len(patches) == 1)
+        if len(patches) > 1:
+            continue
+        asked += 1
+        y, x = patches[0].mean(axis=0)
+        assert math.dist((x, y), questions["pixel"].exact) < 1.6
+        for field, sides, step in (("pixel", (1, 1), 5), ("position", picture.size, 0.1)):
+            exact = [at / side for at, side in zip(questions["pixel"].exact, sides, strict=True)]
+            assert list(questions[field].exact) == exact
+            said = list(map(float, questions[field].answer.split(", ")))
+            assert max(abs(a - b) for a, b in zip(said, exact, strict=True)) <= step / 2 + 1e-9
+    assert asked > 10
 
 
 def test_two_pictures_are_compared_right() -> None:
@@ -218,6 +210,21 @@ def test_words_are_drawn_whole_and_differ() -> None:
         *("stock", "x", "a", "b", "horses")
     ]
     assert answers(words.words_from([])(Random(0)))["word"].replace(" ", "").isalpha()
+
+
+@pytest.mark.parametrize("kind", ["letters", "spelling"])
+def test_every_letter_has_a_cell_and_is_said(kind: str) -> None:
+    papers = set()
+    for document in made(kind, 60):
+        (picture,), said = pictures(document), answers(document)["spelling"].split(" ")
+        mask, (width, height) = ink_of(picture.frames[0]), picture.size
+        inked = [mask[:, at : at + drawing.CELL].any() for at in range(0, width, drawing.CELL)]
+        assert width == drawing.CELL * len(said) and all(inked) and height in (28, 56)
+        lines = [mask[at : at + drawing.CELL].sum() for at in range(0, height, drawing.CELL)]
+        assert max(lines) > 0.9 * sum(lines)
+        assert document.keys == ("word " + "".join(said),) and all(map(re.compile("[a-z]").fullmatch, said))
+        papers.add(picture.frames[0].getpixel((0, 0)))
+    assert (papers == {drawing.SILHOUETTE[0]}) == (kind == "letters")
 
 
 def test_what_moves_moves_as_it_is_said_to() -> None:
@@ -270,7 +277,7 @@ def test_tell_gives_either_a_caption_or_questions() -> None:
         ({"share": 0.0}, "pictures: 0.0; expected a share"),
         ({"share": math.nan}, "pictures: nan"),
         ({"documents": 0}, "picture_documents: 0"),
-        ({"kinds": ("shapes", "cats")}, "picture_kinds: 'cats'; expected some of colours"),
+        ({"kinds": ("shapes", "cats")}, "picture_kinds: 'cats'; expected some of silhouettes"),
         ({"kinds": ("shapes", "shapes")}, "expected each kind once"),
     ],
 )
@@ -281,9 +288,9 @@ def test_a_mix_that_cannot_be(change: dict, wrong: str) -> None:
 
 def test_a_mix_divides_documents_and_weights() -> None:
     mix = kinds.PictureMix(0.2, 1000, ("shapes", "places"))
-    assert mix.counts() == {"shapes": 625, "places": 375}
+    assert mix.counts() == {"shapes": 714, "places": 286}
     weights = mix.weights(4.0)
-    assert sum(weights.values()) == pytest.approx(1.0) and weights["shapes"] == pytest.approx(0.625)
+    assert sum(weights.values()) == pytest.approx(1.0) and weights["shapes"] == pytest.approx(0.25 / 0.35)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +299,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         kinds.check_needs("svg")
     monkeypatch.setattr(drawing.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"fonts .*pip install 'nanok3\[pictures\]'"):
-        kinds.check_needs("words")
+        kinds.check_needs("spelling")
     kinds.check_needs("shapes")
 
 
@@ -382,20 +389,3 @@ def test_npm_archives_are_checked_and_kept(tmp_path: Path, monkeypatch: pytest.M
         npm.fetch_npm(Package("@a/c", "1.0.0", "00"), tmp_path / "cache")
     with pytest.raises(ImportError, match="icons and flags"):
         kinds.check_needs("flags")
-
-
-def test_basics_say_the_third_that_the_shape_is_in() -> None:
-    for seed in range(40):
-        document = shapes.basics(Random(seed))
-        levels = np.asarray(document.parts[0].frames[0], np.int64)
-        inked = np.argwhere((levels != levels[0, 0]).any(2))
-        y, x = (inked.min(0) + inked.max(0)) / 2
-        said = {question.field: question.answer for question in document.questions}
-        height, width = levels.shape[:2]
-        for at, side, field, names in (
-            (x, width, "across", "left middle right"),
-            (y, height, "down", "top middle bottom"),
-        ):
-            third = 3 * at / side
-            near = {names.split()[min(max(int(third + off), 0), 2)] for off in (-0.25, 0, 0.25)}
-            assert said[field] in near

@@ -89,7 +89,8 @@ def test_the_blind_prompt_is_the_same_text_without_its_blocks(data: Prepared, to
 
 def test_every_field_is_asked_and_no_more_than_allowed(data: Prepared, tokenizer: Tokenizer) -> None:
     asked = questions(data, "shapes", tokenizer, 2)
-    assert sorted(a.field for a in asked) == sorted(["colour", "count", "shape"] * 2)
+    assert sorted(a.field for a in asked) == sorted(["colour", "count", "shape", "pixel", "position"] * 2)
+    assert [a.exact is None for a in asked] == [a.field not in ("pixel", "position") for a in asked]
     first = data.validation_questions("shapes")[0]
     assert [(a.question, a.answer) for a in asked if a.document == 0] == [(q.text, q.answer) for q in first]
 
@@ -126,32 +127,34 @@ def test_the_picture_changes_what_is_said(data: Prepared, tokenizer: Tokenizer, 
     assert float((rows[0] - rows[1]).abs().max()) > 1e-4
 
 
+def asked_for(field: str, answer: str, exact: list[float] | None = None) -> Asked:
+    return Asked(field, "?", answer, 0, (60, 40), Prompt([1]), Prompt([1]), exact)
+
+
 @pytest.mark.parametrize(
-    ("field", "said", "answer", "verdict"),
+    ("field", "said", "answer", "exact", "verdict"),
     [
-        ("colour", "red", "red", True),
-        ("colour", "Red", "red", False),
-        ("word of 4", "tea", "team", False),
-        ("position", "(0.50, 0.60)", "(0.42, 0.70)", True),
-        ("position", "(0.50, 0.60)", "(0.39, 0.60)", False),
-        ("position", "(0.50, 0.60)", "(0.50, 0.71)", False),
-        ("position", "0.50, 0.60", "(0.50, 0.60)", False),
-        ("position", "(0.5.0, 0.60)", "(0.50, 0.60)", False),
-        ("pixel", "(30, 12)", "(36, 8)", True),
-        ("pixel", "(30, 12)", "(37, 12)", False),
-        ("pixel", "(30, 12)", "(30, 17)", False),
+        ("colour", "red", "red", None, True),
+        ("colour", "Red", "red", None, False),
+        ("word of 4", "t e a", "t e a m", None, False),
+        ("position", "0.5, 0.6", "0.4, 0.7", [0.42, 0.69], True),
+        ("position", "0.5, 0.6", "0.4, 0.6", [0.39, 0.6], False),
+        ("position", "0.5, 0.6", "0.5, 0.7", [0.5, 0.71], False),
+        ("position", "0.5", "0.5, 0.6", [0.5, 0.6], False),
+        ("position", "0.5.0, 0.6", "0.5, 0.6", [0.5, 0.6], False),
+        ("pixel", "30, 12", "35, 10", [36, 8], True),
+        ("pixel", "30, 12", "35, 10", [36.1, 12], False),
+        ("pixel", "30, 12", "30, 15", [30, 16.1], False),
     ],
 )
-def test_what_is_right(field: str, said: str, answer: str, verdict: bool) -> None:
-    assert right(field, said, answer, (60, 40)) is verdict
+def test_what_is_right(field: str, said: str, answer: str, exact: list[float] | None, verdict: bool) -> None:
+    assert right(asked_for(field, answer, exact), said) is verdict
 
 
 def test_chance_is_the_best_single_answer() -> None:
-    def asked(field: str, answers: list[str]) -> list[Asked]:
-        return [Asked(field, "?", answer, 0, (50, 50), Prompt([1]), Prompt([1])) for answer in answers]
-
-    assert best_constant(asked("colour", ["red", "blue", "red", "pink"])) == 0.5
-    assert best_constant(asked("position", ["(0.10, 0.10)", "(0.20, 0.20)", "(0.30, 0.30)", "(0.90, 0.90)"])) == 0.75
+    assert best_constant([asked_for("colour", answer) for answer in ("red", "blue", "red", "pink")]) == 0.5
+    places = [asked_for("position", f"{x}, {x}", [x, x]) for x in (0.1, 0.2, 0.3, 0.9)]
+    assert best_constant(places) == 0.75
 
 
 def test_the_whole_measurement(data: Prepared, model: K3) -> None:

@@ -226,7 +226,7 @@ def seen(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("seen") / "data"
     tokenizer = train_tokenizer(["Question: What colour is it? Answer: red", *"abc"] * 9, 540)
-    prepare([Source("sums", path=data.parent / "text")], tokenizer, folder, pictures=PictureMix(0.5, 40, ("shapes",)))
+    prepare([Source("sums", path=data.parent / "text")], tokenizer, folder, pictures=PictureMix(0.5, 80, ("shapes",)))
     return folder
 
 
@@ -245,7 +245,7 @@ def test_a_run_with_pictures_samples_measures_and_reports_them(seen: Path, tmp_p
     assert {"sums", "shapes"} == next(r for r in records if r["kind"] == "eval")["slices"].keys()
     final = json.loads((tmp_path / "run" / "final.json").read_text())
     assert set(final["slices"]) == {"sums"}  # compressors are measured on texts
-    assert {f["field"] for f in final["pictures"]["fields"]} == {"colour", "count", "shape"}
+    assert {f["field"] for f in final["pictures"]["fields"]} - {"pixel", "position"} == {"colour", "count", "shape"}
     report = (tmp_path / "run" / "report.html").read_text()
     assert "data:image/png;base64," in report and "without the picture" in report
 

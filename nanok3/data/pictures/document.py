@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
 
 
+CAPTIONS = 0.2
+"""The share of captions. Answers are shorter, so more pictures fit into a row."""
+
+
 @dataclass(frozen=True)
 class Picture:
     """One media item: a picture, or with `start` (seconds) a chunk of one to four video frames of one size."""
@@ -46,11 +50,13 @@ class Picture:
 
 
 class Question(NamedTuple):
-    """`field` names what is asked for: colour, count, word, ..."""
+    """`field` names what is asked for: colour, count, word, ... A position has its two numbers exactly, too, since the
+    answer rounds them."""
 
     field: str
     text: str
     answer: str
+    exact: Sequence[float] | None = None
 
 
 class Ask(NamedTuple):
@@ -59,6 +65,7 @@ class Ask(NamedTuple):
     field: str
     phrasings: Sequence[str]
     answer: str
+    exact: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ def tell(
 ) -> PictureDocument:
     """A document with either one of the captions or some of the questions behind what is shown. `facts` are what of a
     caption the picture tells, if these are not the answers."""
-    if random.random() < 0.4:
+    if random.random() < CAPTIONS:
         text = "\n" + random.choice(captions)
         told = occurrences(text, facts or [ask.answer for ask in asks])
     else:
@@ -103,7 +110,7 @@ def tell(
         for ask in chosen:
             text += question_text(random.choice(ask.phrasings), ask.answer)
             told.append((len(text) - len(ask.answer), len(text)))
-    questions = tuple(Question(ask.field, ask.phrasings[0], ask.answer) for ask in asks)
+    questions = tuple(Question(ask.field, ask.phrasings[0], ask.answer, ask.exact) for ask in asks)
     return PictureDocument(kind, (*shown, text), tuple(keys), questions, tuple(told))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -37,10 +38,15 @@ PAPERS: list[Colour] = [(255, 255, 255), (232, 232, 232), (222, 234, 246), (24, 
 where pixels go into the tower. On such paper a new tower sees ink and nothing else, and what it learns there holds on
 the others. Without it, paper is nearly all that its rows say, and the text learns to pass over them (docs/log.md)."""
 
+SILHOUETTE: tuple[Colour, Colour] = (128, 128, 128), (20, 20, 20)
+"""Paper and ink. The paper is zero where pixels go into the tower."""
+CELL = 28
+"""Pixels of one feature row's square: four patches."""
+
 SHAPES = ("circle", "square", "triangle", "star", "diamond", "cross")
 NUMBERS = ("zero", "one", "two", "three", "four", "five")
 CELLS = 4
-"""A place is named by its cell in a grid of 4 x 4."""
+"""For the split, a place is named by its cell in a grid of 4 x 4."""
 
 _CROSS = [(-1, -3), (1, -3), (1, -1), (3, -1), (3, 1), (1, 1), (1, 3), (-1, 3), (-1, 1), (-3, 1), (-3, -1), (-1, -1)]
 
@@ -112,6 +118,7 @@ def cell(point: Point, width: int, height: int) -> str:
     return f"{int(y * CELLS // height)}{int(x * CELLS // width)}"
 
 
+@lru_cache(maxsize=256)
 def font(size: int, face: str | None = None) -> Any:
     """Pillow's own font, or a face of DejaVu ("DejaVuSans", "DejaVuSerif", ...) from matplotlib's files."""
     module = imaging("ImageFont")

@@ -2,16 +2,16 @@
 
 | kind | needs | weight |
 |---|---|---|
-| colours, basics | Pillow | 0.05, 0.05 |
-| silhouettes, inks | Pillow | 0.05, 0.10 |
-| tiles, spots, shapes, places, compare | Pillow | 0.20, 0.10, 0.25, 0.15, 0.05 |
-| plots, tables, motion | Pillow | 0.08, 0.08, 0.09 |
-| words | Pillow, and matplotlib for its fonts | 0.30 |
+| silhouettes, tiles, shapes, places | Pillow | 0.20, 0.25, 0.25, 0.10 |
+| letters, spelling | Pillow, and matplotlib for its fonts | 0.10, 0.20 |
+| compare, plots, tables, motion | Pillow | 0.05, 0.08, 0.08, 0.09 |
+| words | Pillow, and matplotlib for its fonts | 0.10 |
 | digits, photos | Pillow; 10 MB by pip, once | 0.10, 0.01 |
 | svg | resvg-py | 0.08 |
 | icons, flags | resvg-py; npm, 8 MB | 0.05, 0.02 |
 
-`CORE` works with what `make demo` installs. Document number n of a kind is a function of (seed, kind, n) and of the
+`CORE` is what a small model learns within half an hour (docs/vision.md). It and `FURTHER` work with what `make demo`
+installs. Document number n of a kind is a function of (seed, kind, n) and of the
 words of the training texts, so any part of the stream can be made again alone.
 """
 
@@ -30,27 +30,26 @@ from nanok3.data.pictures.drawing import dejavu_folder
 from nanok3.data.pictures.motion import motion
 from nanok3.data.pictures.packaged import digits_from, flags_from, icons_from, photos_from
 from nanok3.data.pictures.plots import plots, tables
-from nanok3.data.pictures.shapes import basics, colours, compare, inks, places, shapes, silhouettes, spots, tiles
-from nanok3.data.pictures.words import words_from
+from nanok3.data.pictures.shapes import compare, places, shapes, silhouettes, tiles
+from nanok3.data.pictures.words import letters_from, spelling_from, words_from
 
 Maker = Callable[[Random], PictureDocument]
 
-FIRST = ("colours", "basics", "silhouettes", "inks", "tiles", "spots")
-CORE = (*FIRST, "shapes", "places", "compare", "words", "plots", "tables", "motion")
+CORE = ("silhouettes", "tiles", "shapes", "places", "letters", "spelling")
+FURTHER = ("compare", "words", "plots", "tables", "motion")
 MORE = ("digits", "photos", "svg")
+WRITTEN = ("letters", "spelling", "words")
 NPM = ("icons", "flags")
 
 WEIGHTS = {
-    "colours": 0.05,
-    "basics": 0.05,
-    "silhouettes": 0.05,
-    "inks": 0.10,
-    "tiles": 0.20,
-    "spots": 0.10,
+    "silhouettes": 0.20,
+    "tiles": 0.25,
     "shapes": 0.25,
-    "places": 0.15,
+    "places": 0.10,
+    "letters": 0.10,
+    "spelling": 0.20,
     "compare": 0.05,
-    "words": 0.30,
+    "words": 0.10,
     "plots": 0.08,
     "tables": 0.08,
     "motion": 0.09,
@@ -62,7 +61,7 @@ WEIGHTS = {
 }
 """Shares of the picture documents, before they are scaled to one."""
 
-PROFILE_KINDS = {"tiny": CORE, "full": (*CORE, *MORE)}
+PROFILE_KINDS = {"tiny": CORE, "full": (*CORE, *FURTHER, *MORE)}
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,8 @@ class PictureMix:
 def open_kind(kind: str, words: Sequence[str] = (), cache: Path | None = None) -> Maker:
     """What makes documents of a kind. Raises ImportError with the line to install if a package is missing."""
     drawn: dict[str, Maker] = {
-        "colours": colours,
-        "basics": basics,
         "silhouettes": silhouettes,
-        "inks": inks,
         "tiles": tiles,
-        "spots": spots,
         "shapes": shapes,
         "places": places,
         "compare": compare,
@@ -117,13 +112,14 @@ def open_kind(kind: str, words: Sequence[str] = (), cache: Path | None = None) -
         return drawn[kind]
     if kind in packaged:
         return packaged[kind](cache)
-    return words_from(words) if kind == "words" else svg_from(resvg())
+    written = {"letters": letters_from, "spelling": spelling_from, "words": words_from}
+    return written[kind](words) if kind in written else svg_from(resvg())
 
 
 def check_needs(kind: str) -> None:
     """ImportError with the line to install if a kind's package is missing; nothing is downloaded."""
     pillow()
-    if kind == "words":
+    if kind in WRITTEN:
         dejavu_folder()
     if kind in ("svg", *NPM):
         resvg()

@@ -1,17 +1,15 @@
-"""Coloured shapes: how many of which, where one of them is, and which of two pictures has more.
+"""Shapes on a plain ground: which form, which colour, how many, where, and two pictures side by side.
 
-    colours    one shape and its colour, nothing else: what a new tower learns first (docs/vision.md)
-    basics     one shape, its colour and the third of the picture that it is in
-    shapes     one to five shapes of one colour and form
-    places     one shape, its centre in pixels and as fractions of the sides (the report's two forms of coordinates)
-    tiles      as shapes, every shape in a cell of its own
-    spots      as places, the shape in a cell
-    silhouettes    one to five shapes in cells, dark on middle grey: form, number, and where a single one is
-    inks       the same in all colours, which are asked for, too
-    compare    two pictures in one document
+    silhouettes  one to five equal shapes in cells, dark on middle grey: form, number, and where a single one is
+    tiles        the same in all colours on all papers, the colour, too
+    shapes       one to five equal shapes anywhere, of any size
+    places       one shape anywhere
+    compare      two pictures in one document
 
 The key of a picture is count, colour, form and the cells of a 4 x 4 grid that the centres lie in. Its hash decides
 the split, so a held-out picture shows an arrangement that was never trained on.
+
+A position is said to the tenth of the sides, or to five pixels, and judged by the exact centre (eval/pictures.py).
 """
 
 from __future__ import annotations
@@ -22,10 +20,12 @@ from random import Random
 
 from nanok3.data.pictures.document import Ask, Picture, PictureDocument, tell
 from nanok3.data.pictures.drawing import (
+    CELL,
     COLOURS,
     NUMBERS,
     PAPERS,
     SHAPES,
+    SILHOUETTE,
     Colour,
     Point,
     canvas,
@@ -35,12 +35,10 @@ from nanok3.data.pictures.drawing import (
     shade,
 )
 
-SIDES = (56, 84)
+SIDES = (56, 84, 112)
 """Whole feature rows: another side is filled up with black when a picture is prepared, and a new tower sees the bar."""
-CELL = 28
-"""Pixels of one feature row's square: four patches."""
-SILHOUETTE: tuple[Colour, Colour] = (128, 128, 128), (20, 20, 20)
-"""Paper and ink. The paper is zero where pixels go into the tower."""
+PIXELS = 5
+"""A pixel is said to this many: a tenth of the smallest side, and most such numbers are one token."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,10 @@ def plural(shape: str, count: int) -> str:
 
 def scene(random: Random, count: int, colour: str, shape: str) -> Scene:
     """Paper, sizes and places are drawn by chance."""
-    width, height = random.choice(SIDES), random.choice(SIDES)
-    radius = random.uniform(6.0, {1: 15.0, 2: 13.0, 3: 9.5}.get(count, 7.5))
+    least, most = {1: (8.0, 16.0), 2: (8.0, 13.0)}.get(count, (7.5, 10.5))
+    sides = SIDES if count < 3 else SIDES[1:]
+    width, height = random.choice(sides), random.choice(sides)
+    radius = random.uniform(least, most)
     centres = place(random, count, width, height, radius)
     look = random.choice(PAPERS), shade(random, colour)
     return _draw((width, height), look, radius, centres, colour, shape)
@@ -110,142 +110,80 @@ def _any(random: Random, draw: Callable[[Random, int, str, str], Scene], count: 
     return draw(random, count, random.choice(list(COLOURS)), random.choice(SHAPES))
 
 
-def _any_scene(random: Random, count: int) -> Scene:
-    return _any(random, scene, count)
-
-
-_COLOUR = ("What colour is it?", "Which colour do you see?", "Name the colour.")
-
-
-def _says_colour(colour: str) -> tuple[str, ...]:
-    return f"It is {colour}.", f"{colour.capitalize()}.", f"The colour is {colour}."
-
-
-def colours(random: Random) -> PictureDocument:
-    """One shape whose colour alone is asked for."""
-    shown = _any_scene(random, 1)
-    asks = [Ask("colour", _COLOUR, shown.colour)]
-    return tell(random, "colours", [shown.picture], [shown.key], _says_colour(shown.colour), asks)
-
-
-def basics(random: Random) -> PictureDocument:
-    """One shape; every answer is a word."""
-    shown = _any_scene(random, 1)
-    (x, y), (width, height) = shown.centres[0], shown.picture.size
-    across, down = ("left", "middle", "right")[int(3 * x / width)], ("top", "middle", "bottom")[int(3 * y / height)]
-    asks = [
-        Ask("colour", _COLOUR, shown.colour),
-        Ask("across", ("Is it left, middle or right?", "Left, middle or right?"), across),
-        Ask("down", ("Is it top, middle or bottom?", "Top, middle or bottom?"), down),
-    ]
-    return tell(random, "basics", [shown.picture], [shown.key], _says_colour(shown.colour), asks, [shown.colour])
-
-
-def shapes(random: Random) -> PictureDocument:
-    """One to five shapes."""
-    return _what(random, "shapes", _any(random, scene, random.randint(1, 5)))
-
-
-def tiles(random: Random) -> PictureDocument:
-    """One to five shapes in cells."""
-    return _what(random, "tiles", _any(random, in_cells, random.randint(1, 5)))
-
-
-_COUNT = ("How many shapes are there?", "Count the shapes.", "How many?")
-_SHAPE = ("Which shape is it?", "What shape do you see?", "Name the shape.")
+_COLOUR = ("What colour is it?", "Name the colour.")
+_COUNT = ("How many are there?", "Count the shapes.")
+_SHAPE = ("Which shape is it?", "Name the shape.")
+_PIXEL = ("At which pixel is it?", "Where is it, in pixels?")
+_POSITION = ("Where is it, from 0 to 1?", "Give its position from 0 to 1.")
 
 
 def silhouettes(random: Random) -> PictureDocument:
     """Shapes in cells without colours: a row is empty or it is not, and that is all that differs between rows besides
-    the form. Where ink and paper vary, too, a tower from noise says colours first and for long nothing else."""
-    shown = in_cells(random, random.randint(1, 5), "black", random.choice(SHAPES), SILHOUETTE)
+    the form. A tower from noise learns the form here first, and then in colours."""
+    shown = in_cells(random, _number(random), "black", random.choice(SHAPES), SILHOUETTE)
     number, many = NUMBERS[shown.count], plural(shown.shape, shown.count)
-    captions = f"{number.capitalize()} {many}.", f"{number.capitalize()}.", f"{shown.shape.capitalize()}."
-    facts = [number, many, shown.shape]
-    return tell(random, "silhouettes", [shown.picture], [shown.key], captions, _form(shown), facts)
+    captions = f"{number.capitalize()} {many}.", f"We see {number} {many}."
+    return tell(random, "silhouettes", [shown.picture], [shown.key], captions, _form(shown), [number, many])
 
 
-def inks(random: Random) -> PictureDocument:
-    """Coloured silhouettes: the paper is still the same grey, so that a row without ink still says nothing."""
-    colour = random.choice(list(COLOURS))
-    look = SILHOUETTE[0], shade(random, colour)
-    shown = in_cells(random, random.randint(1, 5), colour, random.choice(SHAPES), look)
-    captions = f"{shown.name.capitalize()}.", f"{colour.capitalize()} {plural(shown.shape, shown.count)}."
-    asks = [Ask("colour", _COLOUR, colour), *_form(shown)]
-    return tell(random, "inks", [shown.picture], [shown.key], captions, asks, shown.name.split())
+def tiles(random: Random) -> PictureDocument:
+    """One to five shapes in cells."""
+    return _what(random, "tiles", _any(random, in_cells, _number(random)))
+
+
+def shapes(random: Random) -> PictureDocument:
+    """One to five shapes."""
+    return _what(random, "shapes", _any(random, scene, _number(random)))
+
+
+def _number(random: Random) -> int:
+    """One more often than the others: only of a single shape a place can be asked."""
+    return 1 if random.random() < 0.25 else random.randint(1, 5)
 
 
 def _form(shown: Scene) -> list[Ask]:
     """Number, form, and where a single shape is."""
-    shape, centre = shown.shape, shown.centres[0]
-    asks = [Ask("count", _COUNT, NUMBERS[shown.count]), Ask("shape", _SHAPE, shape)]
-    if shown.count == 1:
-        asks += [
-            Ask("pixel", (f"At which pixel is the {shape}?",), pixels(centre)),
-            Ask("position", (f"Where is the {shape}, from 0 to 1?",), fractions(centre, shown.picture.size)),
-        ]
-    return asks
+    asks = [Ask("count", _COUNT, NUMBERS[shown.count]), Ask("shape", _SHAPE, shown.shape)]
+    return asks + _places(shown) if shown.count == 1 else asks
+
+
+def _places(shown: Scene) -> list[Ask]:
+    centre, size = shown.centres[0], shown.picture.size
+    exact = [centre[0] / size[0], centre[1] / size[1]]
+    return [
+        Ask("pixel", _PIXEL, pixels(centre), [*centre]),
+        Ask("position", _POSITION, fractions(centre, size), exact),
+    ]
 
 
 def _what(random: Random, kind: str, shown: Scene) -> PictureDocument:
-    verb = "is" if shown.count == 1 else "are"
-    captions = (
-        f"There {verb} {shown.name} in the picture.",
-        f"A picture of {shown.name}.",
-        f"{shown.name.capitalize()}.",
-        f"We see {shown.name}.",
-    )
-    asks = [
-        Ask("colour", _COLOUR, shown.colour),
-        Ask("count", _COUNT, NUMBERS[shown.count]),
-        Ask("shape", _SHAPE, shown.shape),
-    ]
+    captions = f"{shown.name.capitalize()}.", f"We see {shown.name}.", f"A picture of {shown.name}."
+    asks = [Ask("colour", _COLOUR, shown.colour), *_form(shown)]
     return tell(random, kind, [shown.picture], [shown.key], captions, asks, shown.name.split())
 
 
 def pixels(point: Point) -> str:
-    return f"({point[0]:.0f}, {point[1]:.0f})"
+    """`45, 30`."""
+    x, y = (PIXELS * round(at / PIXELS) for at in point)
+    return f"{x}, {y}"
 
 
 def fractions(point: Point, size: tuple[int, int]) -> str:
-    return f"({point[0] / size[0]:.2f}, {point[1] / size[1]:.2f})"
+    """`0.5, 0.4`."""
+    return f"{point[0] / size[0]:.1f}, {point[1] / size[1]:.1f}"
 
 
 def places(random: Random) -> PictureDocument:
     """One shape and where its centre is: x from the left, y from the top."""
-    return _where(random, "places", _any(random, scene, 1))
-
-
-def spots(random: Random) -> PictureDocument:
-    """The same, the shape in a cell."""
-    return _where(random, "spots", _any(random, in_cells, 1))
-
-
-def _where(random: Random, kind: str, shown: Scene) -> PictureDocument:
-    (centre,) = shown.centres
-    size = shown.picture.size
-    absolute, relative = pixels(centre), fractions(centre, size)
-    what = f"{shown.colour} {shown.shape}"
+    shown = _any(random, scene, 1)
+    what, (absolute, relative) = f"{shown.colour} {shown.shape}", _places(shown)
     article = "An" if shown.colour == "orange" else "A"
     captions = (
-        f"{article} {what} at {absolute} pixels, which is {relative} of the sides.",
-        f"The centre of the {what} is at {relative}.",
-        f"The centre of the {what} is at pixel {absolute}.",
+        f"{article} {what} at {relative.answer} of the sides.",
+        f"{article} {what} at pixel {absolute.answer}.",
     )
-    asks = [
-        Ask(
-            "pixel",
-            (f"At which pixel is the {shown.shape}?", f"Where is the {shown.shape}, in pixels?"),
-            absolute,
-        ),
-        Ask(
-            "position",
-            (f"Where is the {shown.shape}, from 0 to 1?", f"Give the position of the {shown.shape} from 0 to 1."),
-            relative,
-        ),
-    ]
-    facts = (shown.colour, shown.shape, absolute, relative)
-    return tell(random, kind, [shown.picture], [shown.key], captions, asks, facts)
+    facts = (shown.colour, shown.shape, absolute.answer, relative.answer)
+    return tell(random, "places", [shown.picture], [shown.key], captions, [absolute, relative], facts)
 
 
 def compare(random: Random) -> PictureDocument:
