@@ -5,8 +5,8 @@
     nanok3 agentic questions coding --tasks 50 --concurrency 8 --out runs/all
     nanok3 agentic office --out runs/office --resume                         after Ctrl-C, or when the server is back
 
-A family (office, world, coding, questions, bfcl) stands for several kinds of tasks; kinds have the names that `nanok3 envs`
-lists. --out gets the table (result.json), a line a task (results.jsonl) and transcripts to read.
+A family (office, world, coding, questions, bfcl) stands for several kinds of tasks; kinds have the names that `nanok3
+envs` lists. --out gets the table (result.json), a line a task (results.jsonl) and transcripts to read.
 """
 
 from __future__ import annotations
