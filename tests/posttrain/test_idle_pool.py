@@ -87,6 +87,28 @@ def test_what_waited_goes_on_with_the_same_tokens_and_is_not_read_again(model):
     assert not any("pool" in name for name in speaker(model, 0).counts())
 
 
+def test_what_was_paused_goes_on_with_the_same_tokens(model):
+    """Under the same weights: others have taken its pages meanwhile, and it is not read again."""
+    read, said = {}, {}
+    for pool in (0, 64):
+        mouth, said[pool] = speaker(model, pool), samples(6)
+        turns = [Turn(one, TOKENIZER, "output", None, 0) for one in said[pool]]
+        for turn in turns:
+            mouth.begin(turn, SamplingParams(seed=turn.sample.seed(0), max_tokens=60))
+        while min(one.output for one in said[pool]) < 20:
+            mouth.step()
+        mouth.pause()
+        assert {turn.outcome.finish_reason for turn in turns} == {"cancelled"}
+        for one in said[pool]:
+            mouth.rest(one)
+        others = samples(16)[6:]
+        say(mouth, others)
+        mouth.forget(others)
+        read[pool] = say(mouth, said[pool])
+    assert_same(said[0], said[64])
+    assert read[64] < 6 * 40 < 6 * 80 < read[0], "all of 90 tokens, or what follows the last boundary"
+
+
 def test_what_is_over_is_neither_written_nor_kept(model):
     mouth, first, second = speaker(model), samples(10), samples(20)[10:]
     say(mouth, first)

@@ -16,14 +16,16 @@ from playing import TOKENIZER, OneAnswer
 
 from nanok3.config import K3Config
 from nanok3.model.decoder import K3
+from nanok3.model.weights import save
 from nanok3.posttrain import ray_worker
 from nanok3.posttrain import rl as rl_module
 from nanok3.posttrain.domains import SENTENCES
 from nanok3.posttrain.effort import Budgets
 from nanok3.posttrain.http_worker import HttpWorkers
+from nanok3.posttrain.mopd import Mopd
 from nanok3.posttrain.ray_worker import RayWorkers
 from nanok3.posttrain.rl import RL, train
-from nanok3.posttrain.rl_settings import LearnerSettings, RLSettings, RolloutSettings
+from nanok3.posttrain.rl_settings import LearnerSettings, MopdSettings, RLSettings, RolloutSettings
 from nanok3.posttrain.workers import read_workers
 
 SETTINGS = RLSettings(
@@ -229,6 +231,22 @@ def test_the_last_actor_lost_and_other_weights_end_the_run(tmp_path, ray):
 
     with pytest.raises(RuntimeError, match=r"worker 0 has weights 0, not 1"):
         played(tmp_path / "b", RayWorkers(1), SETTINGS, forgetful)
+
+
+def test_a_student_is_played_by_actors_too(tmp_path, ray):
+    model = untaught()
+    save(model, tmp_path / "teacher")
+    TOKENIZER.save(tmp_path / "teacher")
+    rollout = RolloutSettings(prompts=2, samples=1, pause=1.0, max_tokens=6)
+    settings = MopdSettings(iterations=1, problems=2, rollout=rollout, eval_count=0, save_every=0)
+    teachers = {("one", "max"): tmp_path / "teacher"}
+    lengths = []
+    for name, workers in (("a", None), ("b", RayWorkers(2))):
+        run = Mopd(untaught(), TOKENIZER, teachers, {"one": OneAnswer()}, settings, tmp_path / name, workers=workers)
+        run.step()
+        lengths.append(run.speaker.said_tokens)
+        run.speaker.close()
+    assert lengths[0] == lengths[1] > 0 and ray.killed == 2
 
 
 def test_workers_say_how_full_they_are(tmp_path, ray):
