@@ -115,10 +115,11 @@ def test_the_student_moves_towards_its_teacher(tmp_path):
     teacher = folder_of(teach(cold_start(), 16, lambda step, row: "yes"), tmp_path / "teacher")
     settings = replace(
         SETTINGS,
-        iterations=7,
-        eval_count=40,
-        save_every=7,
+        iterations=16,
+        eval_count=100,
+        save_every=16,
         rollout=replace(SETTINGS.rollout, prompts=48),
+        learner=replace(SETTINGS.learner, final_lr_fraction=0.1),
         objective=ObjectiveSettings(tau=0.01),
     )
     domains = {"one": OneAnswer()}
@@ -129,14 +130,14 @@ def test_the_student_moves_towards_its_teacher(tmp_path):
     )
     lines = [line for line in read_metrics(out) if line["kind"] == "mopd"]
     gaps = [line["reverse_kl"] for line in lines]
-    assert sum(gaps[-3:]) < 0.8 * sum(gaps[:3])
+    assert sum(gaps[-6:]) / 6 < 0.8 * sum(gaps[:3]) / 3, "of 48 answers an iteration's mean is a rough one"
     table = json.loads((out / "table.json").read_text())
     assert table[0]["teacher"]["accuracy"] > 0.8 and table[0]["student"]["accuracy"] > 0.6, "it began at a half"
     with pytest.raises(ValueError, match="add --resume"):
         distill(cold_start(), TOKENIZER, {("one", "max"): teacher}, domains, settings, out, said.append)
-    longer = replace(settings, iterations=8, eval_count=0)
+    longer = replace(settings, iterations=17, eval_count=0)
     distill(cold_start(), TOKENIZER, {("one", "max"): teacher}, domains, longer, out, said.append, True, SENTENCES)
-    assert "going on after iteration 7" in said
+    assert "going on after iteration 16" in said
 
 
 def test_a_teacher_with_other_words_is_refused(tmp_path, same):
