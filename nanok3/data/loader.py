@@ -5,12 +5,13 @@ source that is furthest behind its share:
 
     source(k) = argmax over s of   weight_s * (k + 1) - rows taken from s before k
 
-where a source that takes part in some rows only (`spans`: from row a to row b) has its weight there and none elsewhere,
-and the weights of a row add up to one. Inside a source from its own stream: an epoch is a permutation of the documents,
-drawn from (seed, source, epoch); consecutive documents of it, about two million tokens, are packed into rows together,
-and these rows are shuffled, drawn from (seed, source, epoch, group). Workers share the sequence: a step of w ranks
-takes the next w * batch_size rows, and rank r those whose place in the step is r modulo w. So the position is the same
-on every rank, and a run saved by 8 workers goes on with 3.
+where a source that takes part in some rows only (`spans`: from row a to row b) has its weight there and none elsewhere.
+What it leaves is shared by the others of its sort, pictures or texts, and the weights of a row add up to one. Inside a
+source from its own stream: an epoch is a permutation of the documents, drawn from (seed, source, epoch); consecutive
+documents of it, about two million tokens, are packed into rows together, and these rows are shuffled, drawn from (seed,
+source, epoch, group). Workers share the sequence: a step of w ranks takes the next w * batch_size rows, and rank r
+those whose place in the step is r modulo w. So the position is the same on every rank, and a run saved by 8 workers
+goes on with 3.
 
 Rows with pictures are rows of their sources, so a mixture's share of them falls on every step alike; a row holds at
 most `patches_per_row` patches (packing.py).
@@ -121,7 +122,7 @@ class MixtureLoader:
         self.batch_size, self.seq_len, self.seed, self.rank, self.world = batch_size, seq_len, seed, rank, world
         self.weights = [weight / sum(weights) for weight in weights]
         self.spans = list(spans or [Span()] * len(sources))
-        self._stretches = _stretches(self.weights, self.spans)
+        self._stretches = _stretches(self.weights, self.spans, [source.pictures is not None for source in sources])
         self.streams = [_Stream(source, seed, seq_len, patches_per_row) for source in sources]
         self.taken = [0] * len(sources)
 
@@ -182,7 +183,9 @@ class MixtureLoader:
             self.taken[index] = state["taken"][stream.source.name]
 
 
-def _stretches(weights: Sequence[float], spans: Sequence[Span]) -> list[tuple[float, float, list[float]]]:
+def _stretches(
+    weights: Sequence[float], spans: Sequence[Span], pictured: Sequence[bool]
+) -> list[tuple[float, float, list[float]]]:
     """Stretches of rows in which the same sources take part: begin, end, and every source's share."""
     ends = [math.inf if span.end is None else float(span.end) for span in spans]
     bounds = sorted({0.0, math.inf, *(float(span.begin) for span in spans), *ends})
@@ -194,8 +197,20 @@ def _stretches(weights: Sequence[float], spans: Sequence[Span]) -> list[tuple[fl
         ]
         if not sum(here):
             raise ValueError(f"spans: no source takes part from row {begin:.0f} on")
-        found.append((begin, end, here if all(here) else [weight / sum(here) for weight in here]))
+        found.append((begin, end, here if all(here) else _shares(weights, here, pictured)))
     return found
+
+
+def _shares(weights: Sequence[float], here: Sequence[float], pictured: Sequence[bool]) -> list[float]:
+    """Of the sources that take part here. Those with pictures share what all with pictures have, and so do texts."""
+    scaled = list(here)
+    for group in (True, False):
+        members = [number for number, has in enumerate(pictured) if has == group]
+        if part := sum(here[number] for number in members):
+            whole = sum(weights[number] for number in members)
+            for number in members:
+                scaled[number] *= whole / part
+    return [weight / sum(scaled) for weight in scaled]
 
 
 def _check(

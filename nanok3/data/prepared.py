@@ -11,8 +11,8 @@ A source of pictures (pictures/kinds.py) has, in addition, the files of picture_
     validation/SOURCE.jsonl              a line for each validation document: its questions with their answers, its keys
 
 A document is its ids and `[EOS]` (ours). The weights of the mixture are kept in the manifest and applied by the
-loader; preparing does not sample. Each source is read a second time here (`plan` was the first), so memory holds
-one batch and one shard, never a corpus.
+loader, and so are the rows of a run before which a kind of pictures takes no part; preparing does not sample. Each
+source is read a second time here (`plan` was the first), so memory holds one batch and one shard, never a corpus.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SHARD = {"name": str, "documents": int, "tokens": int, "sha256": str}
 _SPLIT = {"documents": int, "bytes": int, "tokens": int, "shards": [_SHARD]}
 _ENTRY = {"weight": int | float, "train": _SPLIT, "validation": _SPLIT}
 _PICTURE_SPLIT = _SPLIT | {"pictures": int, "patches": int, "shards": [_SHARD | PICTURE_SHARD]}
-_PICTURE_ENTRY = _ENTRY | {"train": _PICTURE_SPLIT, "validation": _PICTURE_SPLIT}
+_PICTURE_ENTRY = _ENTRY | {"begin": int, "train": _PICTURE_SPLIT, "validation": _PICTURE_SPLIT}
 _MANIFEST = {"tokenizer": str, "vocab_size": int, "eos_id": int, "pad_id": int, "dtype": str, "sources": {}}
 
 
@@ -164,13 +164,14 @@ def _write_pictures(
 ) -> dict[str, Any]:
     """All kinds of a mix; returns their part of the manifest."""
     dtype = token_dtype(tokenizer.vocab_size)
-    weights = mix.weights(sum(plan.source.weight for plan in plans))
+    weights, begins = mix.weights(sum(plan.source.weight for plan in plans)), mix.begins()
     written = {}
     for kind, documents in drawn(mix, training_texts(plans, WORD_BYTES, seed), validation, seed, cache).items():
         writers = {split: _SplitWriter(folder, kind, split, dtype, PictureWriter()) for split in SPLITS}
         write_kind(kind, documents, tokenizer, folder, writers)
         counts = {split: writer.summary() for split, writer in writers.items()}
-        written[kind] = {"weight": weights[kind], "duplicates": 0, "skipped": 0, "left_out": 0, **counts}
+        shares = {"weight": weights[kind], "begin": begins[kind]}
+        written[kind] = {**shares, "duplicates": 0, "skipped": 0, "left_out": 0, **counts}
     return written
 
 
@@ -366,6 +367,11 @@ class Prepared:
         """Their weights, in the same order."""
         entries = self.manifest["sources"].values()
         return [float(entry["weight"]) for entry in entries if entry[split]["documents"]]
+
+    def begins(self, split: str = "train") -> list[int]:
+        """The first row of a run in which each takes part, in the same order; 0 for what takes part from the start."""
+        entries = self.manifest["sources"].values()
+        return [int(entry.get("begin", 0)) for entry in entries if entry[split]["documents"]]
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the ids; ValueError if the folder's is damaged or was exchanged."""

@@ -216,8 +216,9 @@ class PatchEmbed(nn.Module):
     def __init__(self, width: int, patch: int, table: tuple[int, int]) -> None:
         super().__init__()
         self.proj = Learned(width, 3, patch, patch, inputs=3 * patch * patch)
-        # As large as what the patches become: beside them 0.02 would be no place at all.
-        self.pos_emb = Learned(*table, width, inputs=1)
+        # A tenth of what the patches become. Drawn as large as these, the table tells every size of picture another
+        # story of noise, and forms are not found (docs/vision.md).
+        self.pos_emb = Learned(*table, width, inputs=100)
 
     def forward(self, pixel_values: Float[Tensor, "N 3 P P"], grids: list[Grid]) -> Float[Tensor, "N D"]:
         x = linear(pixel_values.flatten(1), self.proj.weight.to(pixel_values.dtype).flatten(1))

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
     from nanok3.train.loop import Trainer
 
 
+SEEING: dict[str, Any] = {"minutes": 30.0, "batch_size": 4, "precision": "float32"}
+SEEING |= {"lr": 6e-3, "vision_lr_scale": 0.25, "vision_optimizer": "muon"}
+RECIPES: dict[str, dict[str, Any]] = {"vision-small": SEEING}
+"""How a preset is trained unless flags say otherwise, found by measurement (docs/vision.md)."""
+
+
 @dataclass(frozen=True)
 class PretrainArgs:
     """Train a K3 from scratch on prepared data. `--config FILE` reads any of these from a YAML file first."""
@@ -41,7 +47,8 @@ class PretrainArgs:
     """Prepared data (`nanok3 data` makes it)."""
     mixture: tuple[str, ...] = ()
     """Weights of the sources as name:weight, for those that should differ from the prepared ones; one that takes part
-    in some rows of the run only as name:weight@0-4000 or name:weight@4000-."""
+    in some rows of the run only as name:weight@0-4000 or name:weight@4000-; by default kinds of pictures take part
+    from the row on that the prepared data say."""
     preset: str = "small"
     """Model preset: tiny, small, base or k3; vision-tiny or vision-small, which see; or an official config.json."""
     depth: int | None = None
@@ -70,6 +77,7 @@ def parse(argv: list[str]) -> PretrainArgs:
     import tyro
 
     file, rest = take_option(argv, "--config")
+    preset = take_option(rest, "--preset")[0]
     default = PretrainArgs()
     if "--resume" in rest and file is None:
         out = Path(take_option(rest, "--out")[0] or default.out)
@@ -77,13 +85,20 @@ def parse(argv: list[str]) -> PretrainArgs:
             raise ValueError(f"--resume: {out / 'config.yaml'} does not exist; there is no run to go on with")
         file = str(out / "config.yaml")
     if file is not None:
-        default = from_yaml(Path(file), default)
+        default = from_yaml(Path(file), default, preset)
+    elif preset is not None:
+        default = replace(default, train=recipe(preset))
     # A length on the command line replaces one from the file, be it steps or minutes.
     for given, other in (("steps", "minutes"), ("minutes", "steps")):
         if take_option(rest, f"--train.{given}")[0] is not None:
             none: dict[str, Any] = {other: None}
             default = replace(default, train=replace(default.train, **none))
     return tyro.cli(PretrainArgs, args=rest, prog="nanok3 pretrain", default=default)
+
+
+def recipe(preset: str) -> TrainSettings:
+    """How a preset is trained unless a file and flags say otherwise."""
+    return TrainSettings(**RECIPES.get(preset, {}))
 
 
 def take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
@@ -98,8 +113,9 @@ def take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
     return None, argv
 
 
-def from_yaml(path: Path, default: PretrainArgs) -> PretrainArgs:
-    """Settings of a YAML file over `default`. ValueError names the file and what in it is wrong."""
+def from_yaml(path: Path, default: PretrainArgs, preset: str | None = None) -> PretrainArgs:
+    """Settings of a YAML file over `default`, or over the recipe of `preset` or of the file's. ValueError names the
+    file and what in it is wrong."""
     import yaml
 
     try:
@@ -112,7 +128,16 @@ def from_yaml(path: Path, default: PretrainArgs) -> PretrainArgs:
     if not isinstance(values, dict) or not isinstance(values.get("train", {}), dict):
         raise ValueError(f"--config: {path} must hold a mapping of settings, and `train` another")
     train = _known(path, "train.", values.pop("train", {}), TrainSettings)
-    return replace(default, **_known(path, "", values, PretrainArgs), train=replace(default.train, **train))
+    known = _known(path, "", values, PretrainArgs)
+    chosen = preset or known.get("preset")
+    start = default.train if chosen is None else recipe(chosen)
+    return replace(default, **known, train=replace(start, **_one_length(train)))
+
+
+def _one_length(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a file; its length, steps or minutes, replaces that of a recipe."""
+    other = {"steps": "minutes", "minutes": "steps"}
+    return {other[name]: None for name in other if given.get(name) is not None} | given
 
 
 def _known(path: Path, prefix: str, values: dict[str, Any], record: type) -> dict[str, Any]:
@@ -327,10 +352,11 @@ def describe_run(trainer: Trainer) -> str:
 
 
 def mixture_spans(data: Prepared, changes: tuple[str, ...]) -> list[Span]:
-    """The rows of which the changes `name:weight@begin-end` speak, for every source."""
+    """The rows of which the changes `name:weight@begin-end` speak, for every source; where none does, those of the
+    prepared folder."""
     from nanok3.data.loader import Span
 
-    spans = {source.name: Span() for source in data.sources()}
+    spans = {source.name: Span(begin) for source, begin in zip(data.sources(), data.begins(), strict=True)}
     for change in changes:
         name, at, rows = change.partition(":")[0], *change.partition("@")[1:]
         if not at:

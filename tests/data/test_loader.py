@@ -249,3 +249,15 @@ def test_a_source_may_take_part_in_some_rows_only(sources: list[TokenSource]) ->
         again.load_state_dict(MixtureLoader(sources, [1.0, 3.0], 1, T).state_dict())
     with pytest.raises(ValueError, match="no source takes part from row 8 on"):
         MixtureLoader(sources, [1.0, 1.0], 1, T, spans=[Span(0, 8), Span(0, 5)])
+
+
+def test_what_waits_leaves_its_rows_to_its_own_sort() -> None:
+    """Pictures that begin later do not give their rows to texts, and texts not to pictures."""
+    spans = [Span(), Span(), Span(8), Span(4)]
+    found = loader_module._stretches([0.2, 0.1, 0.4, 0.3], spans, [False, True, True, True])
+    assert [begin for begin, _, _ in found] == [0, 4, 8]
+    shares = [0.2, 0.8, 0, 0], [0.2, 0.2, 0, 0.6], [0.2, 0.1, 0.4, 0.3]
+    for (_, _, share), expected in zip(found, shares, strict=True):
+        assert share == pytest.approx(expected)
+    (_, _, alone), _ = loader_module._stretches([0.5, 0.5], [Span(), Span(3)], [False, True])
+    assert alone == [1, 0]

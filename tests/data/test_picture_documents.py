@@ -293,6 +293,11 @@ def test_a_mix_divides_documents_and_weights() -> None:
     assert sum(weights.values()) == pytest.approx(1.0) and weights["shapes"] == pytest.approx(0.25 / 0.35)
 
 
+def test_kinds_wait_for_silhouettes_only_where_there_are_any() -> None:
+    assert kinds.PictureMix(0.2, 10, ("silhouettes", "tiles")).begins() == {"silhouettes": 0, "tiles": 1600}
+    assert kinds.PictureMix(0.2, 10, ("shapes", "tiles")).begins() == {"shapes": 0, "tiles": 0}
+
+
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "resvg_py", None)
     with pytest.raises(ImportError, match=r"pip install 'nanok3\[pictures\]'"):

@@ -53,6 +53,19 @@ def test_flags_over_yaml_over_defaults(tmp_path: Path) -> None:
     assert args.train.grad_clip == PretrainArgs().train.grad_clip
 
 
+def test_a_preset_brings_its_recipe_and_flags_go_before(tmp_path: Path) -> None:
+    args = parse(["--preset", "vision-small", "--train.lr", "0.25"])
+    assert (args.train.minutes, args.train.vision_optimizer, args.train.lr) == (30, "muon", 0.25)
+    assert parse(["--preset=vision-small", "--train.steps", "5"]).train.minutes is None
+    assert parse(["--preset", "small"]).train == PretrainArgs().train
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: vision-small\ntrain: {lr: 5e-1}\n")
+    train = parse(["--config", str(file)]).train
+    assert (train.lr, train.vision_optimizer) == (0.5, "muon")
+    file.write_text("preset: small\n")
+    assert parse(["--config", str(file), "--preset", "vision-small"]).train.vision_optimizer == "muon"
+
+
 def test_steps_on_the_command_line_replace_minutes_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train: {minutes: 3}\n")

@@ -61,6 +61,10 @@ WEIGHTS = {
 }
 """Shares of the picture documents, before they are scaled to one."""
 
+BEGINS = {"letters": 1600, "tiles": 1600, "shapes": 2400, "places": 2400, "spelling": 2400}
+"""Rows of a run before a kind takes part, where there are silhouettes to begin with: number, form and place are learned
+on these alone within some hundred steps of four rows; with all kinds at once they come later (docs/vision.md)."""
+
 PROFILE_KINDS = {"tiny": CORE, "full": (*CORE, *FURTHER, *MORE)}
 
 
@@ -87,6 +91,10 @@ class PictureMix:
         """Documents of every kind, at least two."""
         whole = sum(WEIGHTS[kind] for kind in self.kinds)
         return {kind: max(2, round(self.documents * WEIGHTS[kind] / whole)) for kind in self.kinds}
+
+    def begins(self) -> dict[str, int]:
+        """The first row of a run that each kind may have."""
+        return {kind: BEGINS.get(kind, 0) if "silhouettes" in self.kinds else 0 for kind in self.kinds}
 
     def weights(self, text: float) -> dict[str, float]:
         """The weights of the kinds in a mixture whose texts weigh `text`."""
