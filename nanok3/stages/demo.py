@@ -36,12 +36,10 @@ ROWS = ("--train.batch-size", "4", "--train.seq-len", "512")
 RATES = ("--train.lr", "1.5e-2", "--train.adam-lr-scale", "0.6", "--train.final-lr-fraction", "0.03")
 PACE = ("--train.eval-every", "200", "--train.sample-every", "400", "--train.save-every", "400")
 """The model of the demo and how it is trained, found by measurement: docs/log.md has the search."""
-SEEING_MODEL = ("--preset", "vision-tiny", "--train.vision-lr-scale", "0.01")
-"""Five layers of text with a tower. At higher rates its features of different pictures fall together (docs/log.md)."""
-SEEING_ROWS = ("--train.batch-size", "8", "--train.seq-len", "512")
-SEEING_RATES = ("--train.lr", "2.5e-2", "--train.adam-lr-scale", "0.4", "--train.final-lr-fraction", "0.03")
-PICTURES = ("--pictures", "0.2", "--picture-kinds", "shapes", "places")
-"""A fifth of the tokens, of the two simplest kinds."""
+SEEING_MODEL = ("--preset", "vision-small")
+"""Three layers of text with a tower, and the preset's own recipe (docs/vision.md)."""
+PICTURES = ("--pictures", "0.7")
+"""Seven tenths of the tokens: a picture's words are few."""
 PICTURE_FILE = "picture.png"
 PROMPTS = ("**HAMLET**\n", "A: hi, how are you?\nB:", "def add(a, b):\n")
 PROMPTS_FILE = "prompts.jsonl"
@@ -151,8 +149,8 @@ def road(args: DemoArgs) -> list[Step]:
     sample = ["--bytes", "50000"] if args.quick else []
     draw, model = [], (*MODEL, *ROWS, *RATES)
     if args.pictures:
-        draw = [*PICTURES, "--picture-documents", "2000" if args.quick else "12000"]
-        model = (*SEEING_MODEL, *SEEING_ROWS, *SEEING_RATES)
+        draw = [*PICTURES, "--picture-documents", "2000" if args.quick else "60000"]
+        model = SEEING_MODEL
         sample += ["--picture-questions", "20"] if args.quick else []
     train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", "--no-rules"]
     train += [*model, *PACE]
@@ -169,7 +167,7 @@ def road(args: DemoArgs) -> list[Step]:
         ),
         Step(
             "Split, deduplicate and encode the text" + (", and draw pictures" if args.pictures else ""),
-            18 if args.quick or not args.pictures else 30,
+            18 if args.quick or not args.pictures else 60,
             ["data", "--tokenizer", str(tokenizer), "--out", str(data), *draw],
             (data / "manifest.json").exists,
         ),
