@@ -11,7 +11,7 @@ the experts' files front to back with pread, in the pieces in which streaming re
 
     bound = rate of pread / bytes read a token
 
-The tokens must be the same in all runs. The checkpoint is removed at the end.
+The tokens must be the same in all runs. The checkpoint is removed at the end. Threads and rounds are as they are.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import tyro
 from random_k3 import config, draw, shards
@@ -40,7 +41,7 @@ MIB = 1 << 20
 
 
 @dataclass
-class Options:
+class Options(harness.Options):
     out: Path = Path("runs/streaming")
     """Folder of the checkpoint; one that --keep left there is used again."""
     experts: int = 256
@@ -49,8 +50,7 @@ class Options:
     tokens: int = 24
     budgets: tuple[int, ...] = (64, 128)
     """MiB for experts."""
-    json: Path | None = None
-    """Write the figures to this file."""
+    json: Path = Path("runs/bench/stream_experts.json")
     keep: bool = False
     """Leave the checkpoint."""
     worker: str | None = None
@@ -74,16 +74,18 @@ def main(options: Options) -> None:
     if options.worker is not None:
         print(json.dumps(work(Run(**json.loads(options.worker)))))
         return
+    if options.threads != 1:
+        raise SystemExit(f"threads is {options.threads}; all runs have one thread")
     if not (options.out / "config.json").exists():
         write(options.out, options.experts)
     try:
         size = sum(file.stat().st_size for file in options.out.glob("*.safetensors"))
-        records = measure(options, size)
+        rows, facts = measure(options, size)
     finally:
         if not options.keep:
             shutil.rmtree(options.out)
-    if options.json is not None:
-        options.json.write_text(json.dumps(records, indent=1) + "\n", "utf-8")
+    harness.print_table(rows)
+    harness.write_json(options.json, rows, options, **facts)
 
 
 def write(out: Path, experts: int) -> None:
@@ -179,28 +181,27 @@ def peak() -> int:
 # ---------------------------------------------------------------------- all of them
 
 
-def measure(options: Options, size: int) -> dict[str, Any]:
+def measure(options: Options, size: int) -> tuple[list[harness.Record], dict[str, Any]]:
+    """A row for each run, and what holds for all of them."""
     limit = size // 4
     base = Run(str(options.out), options.prompt, options.tokens)
     print(f"checkpoint {size / MIB:,.0f} MiB, limit {limit / MIB:,.0f} MiB of private memory")
     rates = {"disk": sequential(options.out, cold=True), "page cache": sequential(options.out, cold=False)}
     for name, rate in rates.items():
         print(f"pread, {name}: {rate / 1e6:,.0f} MB/s")
-    resident, native = call(base), call(replace(base, native=True))
-    show("resident, torch path", resident)
-    show("resident, native decoding", native)
+    resident = call(base)
+    rows = [row("resident, torch path", resident), row("resident, native", call(replace(base, native=True)))]
     refused = subprocess.run(command(replace(base, limit=limit)), capture_output=True, text=True, check=False)
-    print(f"resident under the limit: {'ends with ' + refused.stderr.strip().splitlines()[-1][:90]}")
+    reason = (refused.stderr.strip().splitlines() or ["nothing said"])[-1]
+    print(f"resident under the limit: ends with {reason[:90]}")
     assert refused.returncode != 0, "the limit is none"
-    records: dict[str, Any] = {"size": size, "limit": limit, "rates": rates, "resident": resident, "native": native}
     for budget in options.budgets:
         for where, cold in (("disk", True), ("page cache", False)):
             sequential(options.out, cold)
             found = call(replace(base, memory=budget * MIB, limit=limit, cold=cold))
             assert found["said"] == resident["said"], "streaming says something else"
-            show(f"{budget} MiB, {where}", found, rates[where])
-            records[f"{budget} MiB, {where}"] = found
-    return records
+            rows.append(row(f"{budget} MiB, {where}", found, rates[where]))
+    return rows, {"size": size, "limit": limit, "bytes_a_second": rates, "resident_under_the_limit": reason}
 
 
 def command(run: Run) -> list[str]:
@@ -234,17 +235,26 @@ def sequential(folder: Path, cold: bool) -> float:
     return total / seconds
 
 
-def show(name: str, found: dict[str, Any], rate: float | None = None) -> None:
+def row(case: str, found: dict[str, Any], rate: float | None = None) -> harness.Record:
     decode, prompt, tokens = found["decode"], found["prompt"], len(found["said"])
-    line = f"{name}: {tokens / decode['seconds']:.2f} tokens/s ({tokens / decode['cpu']:.2f} by CPU time)"
-    line += f", prompt {prompt['seconds']:.2f} s, peak {found['peak'] / MIB:,.0f} MiB"
+    record: harness.Record = {
+        "case": case,
+        "tokens_s": tokens / decode["seconds"],
+        "by_CPU_time": tokens / decode["cpu"],
+        "prompt_s": prompt["seconds"],
+        "peak_MB": found["peak"] >> 20,
+    }
     if rate is not None:
-        a_token = decode["bytes"] / tokens
-        hits = decode["hits"] / (decode["hits"] + decode["reads"])
-        line += f"; {found['slots']} of {found['all']} experts, hits {hits:.1%}, {a_token / 1e6:.1f} MB a token, "
-        line += f"bound {rate / a_token:.2f} tokens/s; waited {decode['seconds_waited'] / decode['seconds']:.0%} "
-        line += f"of the time; the prompt read {prompt['bytes'] / 1e6:,.0f} MB in {prompt['reads']} reads"
-    print(line, flush=True)
+        record |= {
+            "slots": f"{found['slots']} of {found['all']}",
+            "hits_share": decode["hits"] / (decode["hits"] + decode["reads"]),
+            "MB_a_token": decode["bytes"] / tokens / 1e6,
+            "bound_tokens_s": rate * tokens / decode["bytes"],
+            "waited_share": decode["seconds_waited"] / decode["seconds"],
+            "prompt_MB": prompt["bytes"] / 1e6,
+        }
+    print(json.dumps(record), flush=True)
+    return record
 
 
 if __name__ == "__main__":

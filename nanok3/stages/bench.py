@@ -30,7 +30,7 @@ QUICK = ("kda", "fused", "linear", "decode", "startup")
 """A few minutes together."""
 TIMES = {
     **dict.fromkeys(("decode", "fused", "linear", "sandbox", "startup", "vision"), "1 min"),
-    **dict.fromkeys(("kda", "profile_step", "serve", "speculative"), "5 min"),
+    **dict.fromkeys(("kda", "profile_step", "serve", "speculative", "stream_experts"), "5 min"),
     "gpu_check": "8 min",
     "prefix": "5 min",
     "soak": "10 min",
@@ -71,7 +71,7 @@ def main(args: BenchArgs) -> None:
     if args.report:
         print(report(args.json, checkout()), end="")
     elif not args.names:
-        print("\n".join(f"{name:12s} {TIMES.get(name, ''):>5s}  {about(script)}" for name, script in scripts.items()))
+        print("\n".join(f"{name:14s} {TIMES.get(name, ''):>5s}  {about(script)}" for name, script in scripts.items()))
     else:
         for name in scripts if "all" in args.names else ():
             if name not in args.names and (why := obstacle(name)):
