@@ -45,7 +45,8 @@ class IdlePool:
         keys = tuple(self.engine.keys(ids).keys)
         self._wanted.update(keys)
         self._drop(self._keys.pop(sample, ()))
-        self._keys[sample] = keys
+        if keys:
+            self._keys[sample] = keys
 
     def forget(self, sample: int) -> None:
         """The sample is over."""

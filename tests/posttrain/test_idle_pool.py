@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 import torch
-from playing import AGENT, TOKENIZER, cold_start, problems
+from playing import AGENT, TOKENIZER, problems
 
 from nanok3.config import K3Config
 from nanok3.model.decoder import K3
@@ -76,13 +74,13 @@ def test_what_waited_goes_on_with_the_same_tokens_and_is_not_read_again(model):
     read, said = {}, {}
     for pool in (0, 64):
         mouth, said[pool] = speaker(model, pool), samples()
-        for _ in range(3):
-            read[pool] = say(mouth, said[pool])
+        for _ in range(2):
+            read[pool] = say(mouth, said[pool], 30)
             tell(mouth, said[pool])
     assert_same(said[0], said[64])
     counts = mouth.counts()
-    assert counts["pool_written"] > 0 and counts["pool_returned"] >= 20 and counts["pool_bytes"] > 0
-    assert read[64] < 10 * 40 < 10 * 100 < read[0], "of 112 tokens the last spans, or all of them"
+    assert counts["pool_written"] > 0 and counts["pool_returned"] >= 5 and counts["pool_bytes"] > 0
+    assert read[64] < 10 * 50 < 10 * 70 < read[0], "of 109 tokens the last spans, or most of them"
     mouth.engine.cache.check()
     assert not any("pool" in name for name in speaker(model, 0).counts())
 
@@ -123,10 +121,10 @@ def test_what_is_over_is_neither_written_nor_kept(model):
     mouth.forget(second)
     assert mouth.counts()["pool_bytes"] == 0, "nobody waits, so nothing is kept"
     written = mouth.counts()["pool_written"]
-    for number in range(3):
-        others = [Sample(1, k, ids=[(k * 31 + i * number) % 90 + 5 for i in range(70)], begins=70) for k in range(8)]
+    for number in range(2):
+        others = [Sample(1, k, ids=[(k * 31 + i * number) % 90 + 5 for i in range(70)], begins=70) for k in range(6)]
         for one in others:
-            say(mouth, [one])
+            say(mouth, [one], 4)
             mouth.forget([one])
     assert mouth.counts()["pool_written"] == written and mouth.counts()["pool_left_out"] > 0
 
@@ -173,21 +171,18 @@ def test_pages_that_were_taken_from_those_who_speak_come_back(model):
     assert counts["pool_returned"] > 0 and counts["pool_tokens"] >= 80
 
 
-def test_rollouts_of_an_agent_are_the_same_with_a_pool():
-    model, played, counts = cold_start(), {}, {}
+def test_rollouts_tell_it_who_goes_on(model):
+    """Those that were paused; of the others nothing is kept, and their tokens are those without a pool."""
+    played = {}
     for pool in (0, 64):
         mouth = speaker(model, pool)
-        settings = RolloutSettings(prompts=6, samples=2, pause=0.7, max_tokens=24, env_workers=0)
-        rollouts = Rollouts(mouth, TOKENIZER, problems(AGENT, 12), settings, sentences=SENTENCES)
-        groups = rollouts.collect()
-        rollouts.release(groups)
-        groups += rollouts.collect()
-        played[pool], counts[pool] = [asdict(one) for group in groups for one in group.samples], mouth.counts()
+        settings = RolloutSettings(prompts=6, samples=2, pause=0.5, max_tokens=24, in_flight=8)
+        rollouts = Rollouts(mouth, TOKENIZER, problems(AGENT, 6), settings, sentences=SENTENCES)
+        played[pool] = [sample for group in rollouts.collect() for sample in group.samples]
         rollouts.close()
-    assert [one["ids"] for one in played[0]] == [one["ids"] for one in played[64]]
-    waiting = [s for group in rollouts.groups for s in group.samples if s.outcome == "running"]
-    assert mouth.pool._keys.keys() == {id(sample) for sample in waiting if sample.ids}, "only of those that go on"
-    assert counts[64]["pool_left_out"] + counts[64]["pool_written"] > 0
+    assert len(played[0]) and [one.ids for one in played[0]] == [one.ids for one in played[64]]
+    waiting = [s for group in rollouts.groups for s in group.samples if s.outcome == "running" and s.ids]
+    assert waiting and mouth.pool._keys.keys() == {id(sample) for sample in waiting}
 
 
 def test_where_there_are_no_prefixes_there_is_no_pool(model):
