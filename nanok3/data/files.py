@@ -43,6 +43,21 @@ def check_place(name: str, path: Path) -> None:
         raise ValueError(f"{name} is {path}; {there} cannot be written to")
 
 
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Hold a folder that a command writes to: a second process would remove what the first is writing. The lock goes
+    with the process, however that ends. ValueError where another one has it."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"out: another process is writing in {folder}") from None
+        yield
+
+
 def check_file(name: str, path: Path) -> None:
     """The same for a file that is to be written or replaced."""
     if path.is_dir():

@@ -54,6 +54,7 @@ def read_teachers(named: tuple[str, ...]) -> dict[tuple[str, str], Path]:
 def main(args: DistillArgs) -> None:
     """Teach; KeyboardInterrupt, after saving, for Ctrl-C."""
     from nanok3.data.chat import Sentences
+    from nanok3.data.files import only_one
     from nanok3.posttrain.domains import domains
     from nanok3.posttrain.mopd import distill
     from nanok3.posttrain.rl_report import write_rl_report
@@ -64,15 +65,16 @@ def main(args: DistillArgs) -> None:
     teachers = read_teachers(args.teachers)
     opened = args.open()
     sentences = Sentences.of(opened.folder)
-    distill(
-        opened.model,
-        opened.tokenizer,
-        teachers,
-        domains(),
-        args.train,
-        args.out,
-        resume=args.resume,
-        sentences=sentences,
-        workers=None if args.workers is None else read_workers(args.workers, args.worker_key),
-    )
+    with only_one(args.out):
+        distill(
+            opened.model,
+            opened.tokenizer,
+            teachers,
+            domains(),
+            args.train,
+            args.out,
+            resume=args.resume,
+            sentences=sentences,
+            workers=None if args.workers is None else read_workers(args.workers, args.worker_key),
+        )
     print(f"{args.out}: report {write_rl_report(args.out)}; nanok3 chat {args.out}")

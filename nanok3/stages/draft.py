@@ -44,6 +44,7 @@ class DraftArgs(ModelFlags):
 
 def main(args: DraftArgs) -> None:
     """Train; KeyboardInterrupt, after saving, for Ctrl-C."""
+    from nanok3.data.files import only_one
     from nanok3.data.loader import MixtureLoader
     from nanok3.data.prepared import Prepared
     from nanok3.model.mtp import load_prediction
@@ -69,15 +70,16 @@ def main(args: DraftArgs) -> None:
     loader = MixtureLoader(sources, weights, 1, train.seq_len, train.seed)
     rows = held_out_rows(data, train.seq_len, args.held_out)
     learned = load_prediction(opened.model, opened.folder)
-    run = DraftRun(opened.model, loader, rows, train, args.out, print, args.resume)
-    count = sum(p.numel() for p in run.draft.parameters())
-    begun = "fresh weights" if learned is None else "the model's prediction layer"
-    numbers = {"off": "", "w4a16": "MXFP4", "w4a8": "MXFP4 on inputs in MXFP8"}[train.qat]
-    rounded = f"; its experts trained for {numbers}, scales by {train.qat_scale_rule}" if numbers else ""
-    print(f"a draft of {count:,} parameters, from {begun}{rounded}")
-    print(f"kept: the chance that guess 1, 2, ... stays in a sampled answer, on {len(rows)} rows of held-out text")
-    run.fit()
-    print(f"{args.out}: {shlex.join(['nanok3', 'serve', str(args.model), '--draft', str(args.out)])}")
+    with only_one(args.out):
+        run = DraftRun(opened.model, loader, rows, train, args.out, print, args.resume)
+        count = sum(p.numel() for p in run.draft.parameters())
+        begun = "fresh weights" if learned is None else "the model's prediction layer"
+        numbers = {"off": "", "w4a16": "MXFP4", "w4a8": "MXFP4 on inputs in MXFP8"}[train.qat]
+        rounded = f"; its experts trained for {numbers}, scales by {train.qat_scale_rule}" if numbers else ""
+        print(f"a draft of {count:,} parameters, from {begun}{rounded}")
+        print(f"kept: the chance that guess 1, 2, ... stays in a sampled answer, on {len(rows)} rows of held-out text")
+        run.fit()
+        print(f"{args.out}: {shlex.join(['nanok3', 'serve', str(args.model), '--draft', str(args.out)])}")
 
 
 def held_out_rows(data: Prepared, seq_len: int, count: int) -> list[Batch]:

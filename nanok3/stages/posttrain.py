@@ -33,9 +33,9 @@ def main(args: PosttrainArgs) -> None:
     """Do what is left; KeyboardInterrupt, after the running part has saved, for Ctrl-C."""
     import torch
 
+    from nanok3.data.files import only_one
     from nanok3.posttrain.pipeline import QUICK, SMALL, Pipeline, claims, table
     from nanok3.posttrain.pipeline_report import write_pipeline_report
-    from nanok3.stages.pretrain import only_one
     from nanok3.train.machine import keep_freed_memory
 
     keep_freed_memory()

@@ -15,8 +15,6 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,6 +203,7 @@ def main(args: PretrainArgs) -> None:
     """Set up, train, and at the end evaluate, save model/ and write the report."""
     import torch
 
+    from nanok3.data.files import only_one
     from nanok3.train.machine import keep_freed_memory
 
     keep_freed_memory()
@@ -217,21 +216,6 @@ def main(args: PretrainArgs) -> None:
         if not trainer.fit():
             raise KeyboardInterrupt  # saved; the status tells a script that there is more to do
         finish(args, trainer, data)
-
-
-@contextmanager
-def only_one(run: Path) -> Iterator[None]:
-    """Hold the run folder: a second process on it would remove what the first is writing. The lock goes with the
-    process, however that ends."""
-    import fcntl
-
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"out: another process is training in {run}") from None
-        yield
 
 
 def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:

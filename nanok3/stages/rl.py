@@ -59,6 +59,7 @@ def domain_called(name: str) -> Domain:
 def main(args: RLArgs) -> None:
     """Train; KeyboardInterrupt, after saving, for Ctrl-C."""
     from nanok3.data.chat import Sentences
+    from nanok3.data.files import only_one
     from nanok3.posttrain.effort import Budgets
     from nanok3.posttrain.rl import train
     from nanok3.posttrain.rl_report import write_rl_report
@@ -72,15 +73,16 @@ def main(args: RLArgs) -> None:
     if not opened.answers:
         raise ValueError(f"model: {args.model} is a base model; teach it to answer first (nanok3 sft)")
     sentences = Sentences.of(opened.folder)
-    train(
-        opened.model,
-        opened.tokenizer,
-        domain,
-        args.train,
-        args.out,
-        budgets,
-        resume=args.resume,
-        sentences=sentences,
-        workers=None if args.workers is None else read_workers(args.workers, args.worker_key),
-    )
+    with only_one(args.out):
+        train(
+            opened.model,
+            opened.tokenizer,
+            domain,
+            args.train,
+            args.out,
+            budgets,
+            resume=args.resume,
+            sentences=sentences,
+            workers=None if args.workers is None else read_workers(args.workers, args.worker_key),
+        )
     print(f"{args.out}: report {write_rl_report(args.out)}; nanok3 chat {args.out}")

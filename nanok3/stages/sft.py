@@ -116,8 +116,8 @@ def main(args: SftArgs) -> None:
     """Teach; KeyboardInterrupt, after saving, for Ctrl-C."""
     import torch
 
+    from nanok3.data.files import only_one
     from nanok3.posttrain.sft import describe, finish, trainer_for, write_config
-    from nanok3.stages.pretrain import only_one
     from nanok3.train.machine import choose_device, choose_precision, keep_freed_memory
 
     keep_freed_memory()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import nanok3
 from nanok3.cli import main as command
+from nanok3.data.files import only_one
 from nanok3.data.plan import Source
 from nanok3.data.prepared import prepare
 from nanok3.data.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ def test_a_draft_says_what_it_is(made: Path) -> None:
     kinds = [json.loads(line)["kind"] for line in (made / "metrics.jsonl").read_text().splitlines()]
     assert kinds.count("train") == 6 and kinds.count("eval") == 3
     assert sorted(p.name for p in made.iterdir()) == [
-        "draft.json", "draft.safetensors", "metrics.jsonl", "training.pt"
+        ".lock", "draft.json", "draft.safetensors", "metrics.jsonl", "training.pt"
     ]  # fmt: skip
 
 
@@ -129,6 +130,13 @@ def test_a_draft_of_a_model_for_mxfp4_is_one_too(run: Path, tmp_path: Path, caps
     assert "qat is off" in capsys.readouterr().err
     assert DraftSettings(qat="w4a16").of_model({}).qat_scale_rule == "ceil"
     assert DraftSettings(qat="off", qat_scale_rule="even").of_model(train).qat_scale_rule == "even"
+
+
+def test_two_commands_do_not_write_to_one_folder(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with only_one(tmp_path / "d"):
+        assert command(["draft", str(run), "--out", str(tmp_path / "d"), *FLAGS]) == 2
+    assert f"out: another process is writing in {tmp_path / 'd'}" in capsys.readouterr().err
+    assert not (tmp_path / "d" / "draft.json").exists()
 
 
 def test_a_draft_reads_its_inputs_as_the_model_does(run: Path, made: Path) -> None:

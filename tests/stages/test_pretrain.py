@@ -16,11 +16,12 @@ import torch
 import yaml
 
 from nanok3.cli import main
+from nanok3.data.files import only_one
 from nanok3.data.plan import Source
 from nanok3.data.prepared import Prepared, prepare
 from nanok3.data.tokenizer import train_tokenizer
 from nanok3.model.weights import load
-from nanok3.stages.pretrain import PretrainArgs, model_config, only_one, parse
+from nanok3.stages.pretrain import PretrainArgs, model_config, parse
 
 MODEL = ["--preset", "tiny", "--depth", "4", "--set", "num_experts=4", "hidden_size=64"]
 TRAIN = ["--train.batch-size", "2", "--train.seq-len", "32", "--train.precision", "float32", "--train.eval-every", "4"]
@@ -174,7 +175,7 @@ def test_damaged_data_is_named(data: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_one_process_a_run(tmp_path: Path) -> None:
-    with only_one(tmp_path), pytest.raises(ValueError, match="another process is training"), only_one(tmp_path):
+    with only_one(tmp_path), pytest.raises(ValueError, match="another process is writing"), only_one(tmp_path):
         pass
 
 
