@@ -6,6 +6,7 @@ Each part's own report lies in its folder and is linked; a draft has none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,13 +127,33 @@ def curves(out: Path, steps: dict[str, Any]) -> str:
     return f'<div class="pictures">{"".join(found)}</div>' if found else ""
 
 
+_PLAIN = (
+    (r'<\|open\|>message role="system".*?<\|end_of_msg\|>', ""),
+    (r"<\|open\|>think<\|sep\|>(.*?)<\|close\|>think<\|sep\|>", r"  thinks  \1\n"),
+    (r"<\|open\|>response<\|sep\|>(.*?)<\|close\|>response<\|sep\|>", r"  says    \1\n"),
+    (r'<\|open\|>argument key="([^"<]*)"[^<]*<\|sep\|>(.*?)<\|close\|>argument<\|sep\|>', r" \1=\2"),
+    (r'<\|open\|>call tool="([^"<]*)"[^<]*<\|sep\|>(.*?)<\|close\|>call<\|sep\|>', r"  calls   \1\2\n"),
+    (r"<\|open\|>tools<\|sep\|>(.*?)<\|close\|>tools<\|sep\|>", r"\1"),
+    (r'<\|open\|>message role="(\w+)"[^<]*<\|sep\|>(.*?)<\|close\|>message<\|sep\|><\|end_of_msg\|>', r"\1\n\2\n"),
+    (r"(?m)^  (thinks|says) *\n", ""),
+)
+"""Markup and what a reader sees instead, in this order; what is not well formed stays as it was said."""
+
+
+def readable(text: str) -> str:
+    """A conversation without its options and markup: who, and below it what is thought, said and called."""
+    for markup, plain in _PLAIN:
+        text = re.sub(markup, plain, text, flags=re.DOTALL)
+    return re.sub(r"\n\n+", "\n", text).strip()
+
+
 def transcripts(steps: dict[str, Any]) -> str:
     shown = []
     for name in steps["cold"]["samples"]:
         for who, part in (("cold start", "cold"), ("student", "student")):
             sample = steps[part]["samples"][name]
             when = f"<b>{escape(name)}, {who}</b> reward {sample['reward']:g}"
-            text = escape(sample["text"].replace("<|end_of_msg|>", "<|end_of_msg|>\n").strip())
+            text = escape(readable(sample["text"]))
             shown.append(f'<div class="sample"><div class="when">{when}</div><pre>{text}</pre></div>')
     return "\n".join(shown)
 

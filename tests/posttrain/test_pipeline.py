@@ -5,14 +5,18 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from nanok3.config import K3Config
+from nanok3.data.chat import to_text
 from nanok3.model.decoder import K3
+from nanok3.posttrain.conversations import conversation_of
+from nanok3.posttrain.domains import SENTENCES, domains
 from nanok3.posttrain.pipeline import QUICK, SMALL, STEPS, Pipeline, Plan, added, claims, table
-from nanok3.posttrain.pipeline_report import curves, page, write_pipeline_report
+from nanok3.posttrain.pipeline_report import curves, page, readable, write_pipeline_report
 from nanok3.train.track import Tracker
 
 
@@ -58,6 +62,18 @@ def test_the_report_shows_them_escaped(tmp_path):
     assert '<td class="number">0.900</td>' in text and "6.3" not in text and "Three teachers and" in text
     assert "5.5 minutes in all, 3.0 minutes of CPU time" in text
     assert write_pipeline_report(tmp_path, made(student=0.5)).read_text().count('<td class="number">no</td>') == 1
+
+
+def test_a_transcript_is_readable_and_what_is_broken_stays_as_it_was_said():
+    task = next(domains()["agent"].tasks())
+    row = domains()["agent"].demonstration(task, "max", Random(4), 0.0)
+    text = to_text(conversation_of(row, "here").render(SENTENCES))
+    name = task.hidden["name"]
+    who = [line for line in readable(text).splitlines() if not line.startswith("  ")]
+    assert who[:3] == ["user", task.goal, "assistant"] and who[3:5] == ["tool", str(task.hidden["start"])]
+    assert f"  says    {name}\n  calls   get k={name}\n" in readable(text) and "<|" not in readable(text)
+    assert '<|open|>message role="assistant"' in readable(text[:-60]), "its last message has no end"
+    assert readable("<|open|>call<|sep|>x") == "<|open|>call<|sep|>x"
 
 
 def test_the_report_draws_what_the_experts_learned(tmp_path):
