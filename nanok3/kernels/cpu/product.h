@@ -88,6 +88,8 @@ INLINE void store_pairs(float* dst, __m256i low, __m256i high) {
 }
 #else
 constexpr bool kPairs = false;
+template <bool kByColumn>
+void tile_of_pairs(int, const float*, const float*, float*, ptrdiff_t, bool);  // never called
 #endif
 
 // dst[c][r] = src[r][c] for a square of W.
