@@ -31,7 +31,7 @@ OVER_BUDGET = -1.0
 TAUS: dict[str, dict[str, float]] = {
     "general": {"low": 0.75, "high": 2.8, "max": 6.0},
     "agent": {"low": 0.975, "high": 1.05, "max": 2.0},
-    "coding": {"low": 0.85, "high": 1.2, "max": 2.0},
+    "coding": {"low": 0.8, "high": 1.6, "max": 3.0},
 }
 """tau by domain and effort, set by hand for our small domains."""
 
