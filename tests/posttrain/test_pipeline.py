@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ import torch
 from nanok3.config import K3Config
 from nanok3.data.chat import to_text
 from nanok3.model.decoder import K3
+from nanok3.posttrain import pipeline
 from nanok3.posttrain.conversations import conversation_of
 from nanok3.posttrain.domains import SENTENCES, domains
-from nanok3.posttrain.pipeline import QUICK, SMALL, STEPS, Pipeline, Plan, added, claims, table
+from nanok3.posttrain.effort import TAUS, Budgets
+from nanok3.posttrain.evaluate import Scores
+from nanok3.posttrain.pipeline import ORDER, QUICK, SMALL, STEPS, Pipeline, Plan, added, claims, table
 from nanok3.posttrain.pipeline_report import curves, page, readable, write_pipeline_report
 from nanok3.train.track import Tracker
 
@@ -132,6 +136,28 @@ def test_parts_are_done_once_and_in_order(tmp_path):
     with pytest.raises(ValueError, match=rf"cold_steps is {twice}; .* was begun with {once}, which cannot change"):
         Told(replace(SMALL, cold_steps=twice), tmp_path, str)
     assert not {"facts", "draft"} & Told(QUICK, tmp_path / "quick", str).run().keys()
+
+
+def test_an_expert_begins_as_the_one_before_it_and_with_its_budget(tmp_path, monkeypatch):
+    trained = []
+
+    def train(model, tokenizer, domain, settings, folder, budgets, *rest):
+        trained.append((folder.name, model, settings.effort, budgets is None))
+        Budgets({"a": 1.0}).save(folder / "budgets.json")
+        return SimpleNamespace(scores=[Scores(0.5, 1.0, 2.0, 0.0, 9)], iteration=1)
+
+    monkeypatch.setattr(pipeline, "train", train)
+    monkeypatch.setattr(pipeline, "write_rl_report", lambda folder: None)
+    road = Pipeline(QUICK, tmp_path, str)
+    monkeypatch.setattr(road, "model", lambda name: name)
+    for effort in ORDER:
+        road._expert(tmp_path / f"general-{effort}", "general", effort)
+    names = [name for name, *_ in trained]
+    assert names == ["general-max", "general-high", "general-low"]
+    assert [model for _, model, *_ in trained] == ["cold", *names[:2]]
+    taus = TAUS["general"]
+    assert [e.tau_start for _, _, e, _ in trained] == [None, taus["max"], taus["high"]]
+    assert [none for *_, none in trained] == [True, False, False]
 
 
 def test_plans():
