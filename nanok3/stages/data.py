@@ -35,8 +35,9 @@ class DataArgs:
     picture_documents: int = 12_000
     """Picture documents of all kinds together, those for validation included."""
     picture_kinds: tuple[str, ...] = ()
-    """Kinds of pictures, by default those of the profile: silhouettes, tiles, shapes, places, letters, spelling; full
-    adds compare, words, plots, tables, motion, digits, photos, svg. There are also icons and flags, which need npm."""
+    """Kinds of pictures, by default those of the profile: forms, silhouettes, tiles, shapes, places, letters,
+    spelling; full adds compare, words, plots, tables, motion, digits, photos, svg. There are also icons and flags,
+    which need npm."""
     contact_sheet: Path | None = None
     """PNG file to write: some documents of every kind of pictures in a grid."""
     cache: Path | None = None

@@ -2,7 +2,7 @@
 
 | kind | needs | weight |
 |---|---|---|
-| silhouettes, tiles, shapes, places | Pillow | 0.20, 0.25, 0.25, 0.10 |
+| forms, silhouettes, tiles, shapes, places | Pillow | 0.05, 0.15, 0.25, 0.25, 0.10 |
 | letters, spelling | Pillow, and matplotlib for its fonts | 0.10, 0.20 |
 | compare, plots, tables, motion | Pillow | 0.05, 0.08, 0.08, 0.09 |
 | words | Pillow, and matplotlib for its fonts | 0.10 |
@@ -10,9 +10,9 @@
 | svg | resvg-py | 0.08 |
 | icons, flags | resvg-py; npm, 8 MB | 0.05, 0.02 |
 
-`CORE` is what a small model learns within half an hour (docs/vision.md). It and `FURTHER` work with what `make demo`
-installs. Document number n of a kind is a function of (seed, kind, n) and of the
-words of the training texts, so any part of the stream can be made again alone.
+`CORE` is for a new tower, easy kinds first (docs/vision.md). It and `FURTHER` work with what `make demo` installs.
+Document number n of a kind is a function of (seed, kind, n) and of the words of the training texts, so any part of the
+stream can be made again alone.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from nanok3.data.pictures.drawing import dejavu_folder
 from nanok3.data.pictures.motion import motion
 from nanok3.data.pictures.packaged import digits_from, flags_from, icons_from, photos_from
 from nanok3.data.pictures.plots import plots, tables
-from nanok3.data.pictures.shapes import compare, places, shapes, silhouettes, tiles
+from nanok3.data.pictures.shapes import compare, forms, places, shapes, silhouettes, tiles
 from nanok3.data.pictures.words import letters_from, spelling_from, words_from
 
 Maker = Callable[[Random], PictureDocument]
 
-CORE = ("silhouettes", "tiles", "shapes", "places", "letters", "spelling")
+CORE = ("forms", "silhouettes", "tiles", "shapes", "places", "letters", "spelling")
 FURTHER = ("compare", "words", "plots", "tables", "motion")
 MORE = ("digits", "photos", "svg")
 WRITTEN = ("letters", "spelling", "words")
 NPM = ("icons", "flags")
 
 WEIGHTS = {
-    "silhouettes": 0.20,
+    "forms": 0.05,
+    "silhouettes": 0.15,
     "tiles": 0.25,
     "shapes": 0.25,
     "places": 0.10,
@@ -61,9 +62,10 @@ WEIGHTS = {
 }
 """Shares of the picture documents, before they are scaled to one."""
 
-BEGINS = {"letters": 1600, "tiles": 1600, "shapes": 2400, "places": 2400, "spelling": 2400}
-"""Rows of a run before a kind takes part, where there are silhouettes to begin with: number, form and place are learned
-on these alone within some hundred steps of four rows; with all kinds at once they come later (docs/vision.md)."""
+_SECOND, _THIRD = ("letters", "tiles"), ("shapes", "places", "spelling")
+BEGINS = {"silhouettes": 600} | dict.fromkeys(_SECOND, 2000) | dict.fromkeys(_THIRD, 3000)
+"""Rows of a run before a kind takes part, where there are `forms` to begin with. A new tower learns these within 120
+steps of four rows and keeps them; with all questions at once they come much later (docs/vision.md)."""
 
 PROFILE_KINDS = {"tiny": CORE, "full": (*CORE, *FURTHER, *MORE)}
 
@@ -94,7 +96,7 @@ class PictureMix:
 
     def begins(self) -> dict[str, int]:
         """The first row of a run that each kind may have."""
-        return {kind: BEGINS.get(kind, 0) if "silhouettes" in self.kinds else 0 for kind in self.kinds}
+        return {kind: BEGINS.get(kind, 0) if "forms" in self.kinds else 0 for kind in self.kinds}
 
     def weights(self, text: float) -> dict[str, float]:
         """The weights of the kinds in a mixture whose texts weigh `text`."""
@@ -106,6 +108,7 @@ class PictureMix:
 def open_kind(kind: str, words: Sequence[str] = (), cache: Path | None = None) -> Maker:
     """What makes documents of a kind. Raises ImportError with the line to install if a package is missing."""
     drawn: dict[str, Maker] = {
+        "forms": forms,
         "silhouettes": silhouettes,
         "tiles": tiles,
         "shapes": shapes,

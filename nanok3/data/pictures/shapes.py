@@ -1,6 +1,7 @@
 """Shapes on a plain ground: which form, which colour, how many, where, and two pictures side by side.
 
-    silhouettes  one to five equal shapes in cells, dark on middle grey: form, number, and where a single one is
+    forms        one to five equal shapes in cells, dark on middle grey: their form
+    silhouettes  the same: form, number, and where a single one is
     tiles        the same in all colours on all papers, the colour, too
     shapes       one to five equal shapes anywhere, of any size
     places       one shape anywhere
@@ -110,16 +111,26 @@ def _any(random: Random, draw: Callable[[Random, int, str, str], Scene], count: 
     return draw(random, count, random.choice(list(COLOURS)), random.choice(SHAPES))
 
 
-_COLOUR = ("What colour is it?", "Name the colour.")
-_COUNT = ("How many are there?", "Count the shapes.")
-_SHAPE = ("Which shape is it?", "Name the shape.")
-_PIXEL = ("At which pixel is it?", "Where is it, in pixels?")
-_POSITION = ("Where is it, from 0 to 1?", "Give its position from 0 to 1.")
+# One phrasing each: with two, forms come after twice as many pictures (docs/log.md).
+_COLOUR = ("Which colour?",)
+_COUNT = ("How many?",)
+_SHAPE = ("Which shape?",)
+_PIXEL = ("At which pixel?",)
+_POSITION = ("Where, from 0 to 1?",)
+
+
+def forms(random: Random) -> PictureDocument:
+    """Silhouettes that are asked for nothing but their form, which comes last or never where number is asked for, too:
+    a new tower begins here."""
+    shown = in_cells(random, random.randint(1, 5), "black", random.choice(SHAPES), SILHOUETTE)
+    captions = (f"{plural(shown.shape, shown.count).capitalize()}.",)
+    asks = [Ask("shape", _SHAPE, shown.shape)]
+    return tell(random, "forms", [shown.picture], [shown.key], captions, asks, [plural(shown.shape, shown.count)])
 
 
 def silhouettes(random: Random) -> PictureDocument:
     """Shapes in cells without colours: a row is empty or it is not, and that is all that differs between rows besides
-    the form. A tower from noise learns the form here first, and then in colours."""
+    the form. A tower from noise learns number and place here first, and then in colours."""
     shown = in_cells(random, _number(random), "black", random.choice(SHAPES), SILHOUETTE)
     number, many = NUMBERS[shown.count], plural(shown.shape, shown.count)
     captions = f"{number.capitalize()} {many}.", f"We see {number} {many}."

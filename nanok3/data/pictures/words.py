@@ -91,7 +91,7 @@ def _set(random: Random, word: str, face: Any, look: tuple[Colour, Colour], slac
 def _spelled(random: Random, kind: str, word: str, picture: Picture) -> PictureDocument:
     said = " ".join(word)
     captions = f"The letters are {said}.", f"It reads {said}."
-    asks = [Ask("spelling", ("Which letters are there?", "Spell the word."), said)]
+    asks = [Ask("spelling", ("Which letters?",), said)]
     return tell(random, kind, [picture], [f"word {word}"], captions, asks)
 
 
