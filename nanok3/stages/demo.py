@@ -147,7 +147,8 @@ def road(args: DemoArgs) -> list[Step]:
     threads = ["--threads", str(args.threads)] if args.threads is not None else []
     learn = ["--max-bytes", "3000000"] if args.quick else []
     sample = ["--bytes", "50000"] if args.quick else []
-    draw, model = [], (*MODEL, *ROWS, *RATES)
+    draw: list[str] = []
+    model: tuple[str, ...] = (*MODEL, *ROWS, *RATES)
     if args.pictures:
         draw = [*PICTURES, "--picture-documents", "2000" if args.quick else "60000"]
         model = SEEING_MODEL
