@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -179,3 +181,16 @@ def test_the_whole_model_works_without_a_compiler(tmp_path: Path) -> None:
     assert result.stdout.split()[:1] == ["True"], result.stderr
     said = [line for line in result.stderr.splitlines() if "no C++ compiler found" in line]
     assert said and len(said) == len(set(said)) == len(result.stderr.splitlines()), result.stderr
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in native.SOURCES.glob("*.cpp")))
+def test_sources_are_right_for_other_processors(name: str) -> None:
+    """Each branch of the source is read by the compiler, whatever this machine would build. The slow tests in
+    test_sanitizers.py also build and run them."""
+    compiler = next(filter(None, map(shutil.which, native.COMPILERS)), None)
+    if compiler is None or platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("needs a C++ compiler for x86")
+    for target in ("x86-64", "haswell", "x86-64-v4", "cooperlake"):
+        command = [compiler, "-std=c++17", "-fsyntax-only", f"-march={target}", str(native.SOURCES / f"{name}.cpp")]
+        read = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert read.returncode == 0, f"{target}: {read.stderr[-4000:]}"
