@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 SEEING: dict[str, Any] = {"minutes": 30.0, "batch_size": 4, "precision": "float32"}
-SEEING |= {"lr": 6e-3, "vision_lr_scale": 0.25, "vision_optimizer": "muon"}
+SEEING |= {"lr": 5e-3, "vision_lr_scale": 0.25, "vision_optimizer": "muon"}
 RECIPES: dict[str, dict[str, Any]] = {"vision-small": SEEING}
 """How a preset is trained unless flags say otherwise, found by measurement (docs/vision.md)."""
 
