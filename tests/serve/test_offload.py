@@ -101,7 +101,9 @@ def test_evictions_restarts_and_damage_never_mix_up_memory(page_tokens, span, gr
                         budget=chance.choice([7, 23]), max_sequences=3, grid=2)  # fmt: skip
     bases = [[chance.randrange(3) for _ in range(60)] for _ in range(4)]
     alive, restored = [], 0
-    for _ in range(150):
+    for turn in range(1000):
+        if turn >= 150 and restored + world.offload.restored:
+            break
         if chance.random() < 0.5 and len(alive) < 4:
             ids = chance.choice(bases)[: chance.randrange(1, 60)] + [
                 chance.randrange(3) for _ in range(chance.randrange(6))
