@@ -144,14 +144,18 @@ class LearnerSettings:
             raise ValueError(f"qat is {self.qat!r}; allowed: 'off', 'w4a16', 'w4a8'")
 
 
+MINUTES = 4.0
+"""A run's length where none is given."""
+
+
 @dataclass(frozen=True)
 class RLSettings:
     """One expert."""
 
     iterations: int | None = None
-    """Rollouts with their training steps; give this or minutes."""
+    """Rollouts with their training steps."""
     minutes: float | None = None
-    """Length of the run instead."""
+    """Length of the run instead; 4 where neither is given."""
     problems: int = 256
     """Tasks of the training split that are used, again and again."""
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
@@ -178,8 +182,10 @@ class RLSettings:
     """Share of answers cut off by max_tokens that is an alarm after three iterations."""
 
     def __post_init__(self) -> None:
-        if (self.iterations is None) == (self.minutes is None):
-            raise ValueError(f"give iterations or minutes; got iterations={self.iterations}, minutes={self.minutes}")
+        if self.iterations is not None and self.minutes is not None:
+            raise ValueError(f"iterations is {self.iterations} and minutes {self.minutes}; give one of them")
+        if self.iterations is None and self.minutes is None:
+            object.__setattr__(self, "minutes", MINUTES)
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise ValueError(f"minutes is {self.minutes}; it must be above 0 and finite")
         least = {"problems": 1, "budget_samples": 1, "eval_every": 0, "eval_count": 0, "save_every": 0, "keep": 1}
@@ -202,9 +208,9 @@ class MopdSettings:
     """The flags of `nanok3 distill`; all values are ours."""
 
     iterations: int | None = None
-    """Rollouts with their training steps; give this or minutes."""
+    """Rollouts with their training steps."""
     minutes: float | None = None
-    """Length of the run instead."""
+    """Length of the run instead; 4 where neither is given."""
     problems: int = 256
     """Tasks of each domain's training split that are used, again and again."""
     r_max: float = 2.0
@@ -227,8 +233,10 @@ class MopdSettings:
     """Checkpoints kept."""
 
     def __post_init__(self) -> None:
-        if (self.iterations is None) == (self.minutes is None):
-            raise ValueError(f"give iterations or minutes; got iterations={self.iterations}, minutes={self.minutes}")
+        if self.iterations is not None and self.minutes is not None:
+            raise ValueError(f"iterations is {self.iterations} and minutes {self.minutes}; give one of them")
+        if self.iterations is None and self.minutes is None:
+            object.__setattr__(self, "minutes", MINUTES)
         for name in ("minutes", "r_max"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

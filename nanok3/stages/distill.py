@@ -30,7 +30,7 @@ class DistillArgs(ModelFlags):
     """The servers' admin key."""
     resume: bool = False
     """Go on from the newest whole checkpoint of --out."""
-    train: MopdSettings = field(default_factory=lambda: MopdSettings(minutes=4.0))
+    train: MopdSettings = field(default_factory=MopdSettings)
     """How it is taught."""
 
 

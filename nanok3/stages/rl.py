@@ -42,7 +42,7 @@ class RLArgs(ModelFlags):
     """The servers' admin key."""
     resume: bool = False
     """Go on from the newest whole checkpoint of --out."""
-    train: RLSettings = field(default_factory=lambda: RLSettings(minutes=4.0))
+    train: RLSettings = field(default_factory=RLSettings)
     """How it is trained."""
 
 

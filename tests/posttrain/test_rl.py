@@ -18,7 +18,7 @@ from nanok3.posttrain.domains import SENTENCES
 from nanok3.posttrain.effort import Budgets, EffortSettings
 from nanok3.posttrain.replay import routers
 from nanok3.posttrain.rl import RL, measure_budgets, train
-from nanok3.posttrain.rl_settings import LearnerSettings, ObjectiveSettings, RLSettings, RolloutSettings
+from nanok3.posttrain.rl_settings import LearnerSettings, MopdSettings, ObjectiveSettings, RLSettings, RolloutSettings
 from nanok3.posttrain.score import Difference
 from nanok3.posttrain.speaker import EngineSpeaker
 from nanok3.serve.run_folder import open_model
@@ -203,8 +203,7 @@ def test_budgets_are_measured_with_the_model_as_it_comes():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"iterations": None}, "give iterations or minutes"),
-        ({"minutes": 1.0}, "give iterations or minutes"),
+        ({"minutes": 1.0}, "minutes 1.0; give one of them"),
         ({"rollout": RolloutSettings(samples=1)}, "a group needs at least 2"),
         ({"alarm": 0.0}, "alarm is 0.0"),
         ({"problems": 0}, "problems is 0"),
@@ -213,6 +212,11 @@ def test_budgets_are_measured_with_the_model_as_it_comes():
 def test_mistakes_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         replace(SETTINGS, **wrong)
+
+
+def test_a_run_without_a_length_takes_four_minutes():
+    for settings in (RLSettings, MopdSettings):
+        assert settings().minutes == 4 and settings(iterations=3).minutes is None
 
 
 def test_settings_are_kept_with_the_run(tmp_path):
