@@ -1,5 +1,4 @@
-"""Linear layers, grouped experts, causal attention and Newton-Schulz: our kernels beside torch, with the share of the
-measured peak.
+"""Linear layers, grouped experts, causal attention and Newton-Schulz: our kernels beside torch and the measured peak.
 
     python bench/linear.py --threads 1
 
