@@ -227,7 +227,11 @@ class ChatJudge:
             said = self.complete(request)["choices"][0]["message"]
             functions = [call["function"] for call in said.get("tool_calls") or ()]
             calls = tuple(Call(function["name"], function["arguments"]) for function in functions)
+            texts = [said.get("content") or "", said.get("reasoning_content") or ""]
+            texts += [part for call in calls for part in (call.name, call.arguments)]
+            if not all(isinstance(text, str) for text in texts):  # a number among them breaks the next request
+                raise TypeError
         except (KeyError, IndexError, TypeError, AttributeError):
             said = "base_url: a reply without choices[0].message; allowed: an OpenAI-compatible API"
             raise ValueError(said) from None
-        return Reply(said.get("content") or "", calls, said.get("reasoning_content") or "")
+        return Reply(texts[0], calls, texts[1])

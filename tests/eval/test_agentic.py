@@ -23,7 +23,7 @@ from nanok3.envs.harness import Harness
 from nanok3.envs.office import Office, office_tasks
 from nanok3.envs.questions import AnswerEnvironment
 from nanok3.envs.tools import Call, schemas
-from nanok3.eval.agentic import Asking, Crew, Cut, Job, Player, kinds_of, play_job, reply_of
+from nanok3.eval.agentic import Asking, Crew, Cut, Job, Player, ServerFailed, kinds_of, play_job, reply_of
 from nanok3.eval.agentic_record import Folder, summary, transcript
 from nanok3.stages.agentic import AgenticArgs
 from nanok3.stages.agentic import main as agentic
@@ -273,6 +273,16 @@ def test_other_names_for_thoughts_and_calls():
     strange = SimpleNamespace(content="x", tool_calls=[SimpleNamespace(custom=1)], reasoning_content=None)
     assert reply_of(strange) == Reply("x")
     assert Cut("length").reply is None
+
+
+def test_a_call_or_content_that_is_no_text_is_the_servers_failure():
+    """The client's own types are not checked against what came."""
+    for name, arguments in ((None, "{}"), ("read", 17), ({}, "{}")):
+        call = SimpleNamespace(function=SimpleNamespace(name=name, arguments=arguments))
+        with pytest.raises(ServerFailed, match="no text"):
+            reply_of(SimpleNamespace(content="", tool_calls=[call]))
+    with pytest.raises(ServerFailed, match="no text"):
+        reply_of(SimpleNamespace(content=5, tool_calls=None))
 
 
 def test_a_transcript_shows_text_that_looks_like_markdown():

@@ -131,6 +131,9 @@ def test_what_is_no_api_is_told(said):
 
 
 def test_a_reply_without_a_message_is_an_error_that_says_so():
-    for reply in ({}, {"choices": []}, {"choices": [{"message": None}]}, {"choices": [3]}):
+    numbers = ({"name": None, "arguments": "{}"}, {"name": "read", "arguments": 17})
+    messages = [{"tool_calls": [{"function": function}]} for function in numbers] + [{"content": 5}]
+    nonsense = [{"choices": [{"message": message}]} for message in messages]
+    for reply in ({}, {"choices": []}, {"choices": [{"message": None}]}, {"choices": [3]}, *nonsense):
         with pytest.raises(ValueError, match=r"a reply without choices\[0\].message"):
             one_run(ChatJudge(lambda request, reply=reply: reply), "g", "a", "b")
