@@ -46,16 +46,23 @@ def check_place(name: str, path: Path) -> None:
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
     """Hold a folder that a command writes to: a second process would remove what the first is writing. The lock goes
-    with the process, however that ends. ValueError where another one has it."""
+    with the process, however that ends. A folder made here in which nothing was written is removed. ValueError where
+    another process has it."""
     import fcntl
 
+    made, lock = not folder.exists(), folder / ".lock"
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"out: another process is writing in {folder}") from None
-        yield
+        try:
+            yield
+        finally:
+            if made and list(folder.iterdir()) == [lock]:
+                lock.unlink()
+                folder.rmdir()
 
 
 def check_file(name: str, path: Path) -> None:

@@ -238,9 +238,10 @@ def reply_of(message: Any) -> Reply:
     """A message of the client's as an environment takes it; arguments stay the text that was sent. ServerFailed where
     a call's name, its arguments or the content are no text: the client hands on whatever a server sends."""
     functions = [call.function for call in message.tool_calls or () if getattr(call, "function", None)]
-    calls = tuple(Call(function.name, function.arguments or "{}") for function in functions)
-    if not all(isinstance(part, str) for c in calls for part in (c.name, c.arguments)):
+    named = [(function.name, function.arguments or "{}") for function in functions]
+    if not all(isinstance(part, str) for parts in named for part in parts):
         raise ServerFailed("a reply with a call whose name or arguments are no text")
+    calls = tuple(Call(name, arguments) for name, arguments in named)
     if not isinstance(message.content or "", str):
         raise ServerFailed("a reply whose content is no text")
     thinking = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""

@@ -61,6 +61,9 @@ class AgenticArgs:
     """Tokens of all replies of a task together; past it the score is 0."""
     effort: Literal["low", "high", "max"] | None = None
     """Sent as reasoning_effort; the server's own when not given."""
+    system_prompt: Literal["auto", "none", "short", "careful", "role"] = "auto"
+    """What a task begins with (envs/harness.py); auto: short, and none for the small world, whose models are taught
+    without one."""
     temperature: float | None = None
     """The server's own when not given."""
     timeout: float = 120.0
@@ -74,7 +77,8 @@ class AgenticArgs:
 
     def settings(self, kinds: list[str], model: str, base_url: str) -> dict[str, Any]:
         """What the result depends on, and where it was measured."""
-        names = ("tasks", "seed", "split", "concurrency", "max_tokens", "token_budget", "effort", "temperature")
+        numbers = ("tasks", "seed", "split", "concurrency", "max_tokens", "token_budget")
+        names = (*numbers, "effort", "temperature", "system_prompt")
         return {"kinds": kinds, "model": model, "base_url": base_url, **{name: getattr(self, name) for name in names}}
 
 
@@ -108,7 +112,7 @@ def main(args: AgenticArgs) -> None:
     with ExitStack() as stack:
         homes = {name: stack.enter_context(sandboxes(known[name])) for name in chosen}
         folder = Folder(args.out, args.settings(chosen, model, base_url), args.resume)
-        crew = Crew(player(client, asking, known, homes), args.concurrency)
+        crew = Crew(player(client, asking, known, homes, args.system_prompt), args.concurrency)
         left = [job for job in jobs if job.key not in folder.rows]
         say = (lambda _: None) if args.json else print
         say(f"{model} at {base_url}: {len(left)} of {len(jobs)} tasks to play")
@@ -144,14 +148,17 @@ def make_jobs(kinds: list[Kind], args: AgenticArgs) -> list[Job]:
     return [Job(kind.name, n, tasks[n]) for n in range(args.tasks) for kind, tasks in zip(kinds, of_kinds)]
 
 
-def player(client: Any, asking: Asking, known: dict[str, Kind], homes: dict[str, Sandboxes | None]) -> Any:
+def player(
+    client: Any, asking: Asking, known: dict[str, Kind], homes: dict[str, Sandboxes | None], system_prompt: str
+) -> Any:
     """How one task is played."""
     from nanok3.envs.harness import Harness
-    from nanok3.eval.agentic import Player, play_job
+    from nanok3.eval.agentic import FAMILIES, Player, play_job
 
     def play(job: Job, stop: threading.Event) -> Played | None:
-        environment = known[job.kind].open(homes[job.kind])
-        return play_job(job, environment, Player(client, asking, job, Harness()), stop)
+        usual = "none" if job.kind in FAMILIES["world"] else "short"
+        harness = Harness(usual if system_prompt == "auto" else system_prompt)
+        return play_job(job, known[job.kind].open(homes[job.kind]), Player(client, asking, job, harness), stop)
 
     return play
 

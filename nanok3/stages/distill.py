@@ -62,6 +62,8 @@ def main(args: DistillArgs) -> None:
     from nanok3.train.machine import keep_freed_memory
 
     keep_freed_memory()
+    if args.resume and not args.out.is_dir():
+        raise ValueError(f"out: {args.out} is no run to go on with; leave --resume out to begin one")
     teachers = read_teachers(args.teachers)
     opened = args.open()
     sentences = Sentences.of(opened.folder)

@@ -73,6 +73,8 @@ def main(args: JudgeArgs) -> None:
     if args.out is not None:
         check_file("out", args.out)
     cases = list(read_cases(args.candidates))
+    if not cases:
+        raise ValueError(f"candidates: {args.candidates} has no line")
     judge = open_judge(args)
     verdicts = []
     for number, case in enumerate(cases, 1):

@@ -67,6 +67,8 @@ def main(args: RLArgs) -> None:
     from nanok3.train.machine import keep_freed_memory
 
     keep_freed_memory()
+    if args.resume and not args.out.is_dir():
+        raise ValueError(f"out: {args.out} is no run to go on with; leave --resume out to begin one")
     domain = domain_called(args.domain)
     budgets = None if args.budgets is None else Budgets.load(args.budgets)
     opened = args.open()

@@ -16,6 +16,7 @@ from served import listening, served
 from nanok3.cli import main
 from nanok3.data.chat import answer, encode
 from nanok3.data.tokenizer import train_tokenizer
+from nanok3.envs.catalogue import kinds
 from nanok3.envs.environment import Budget, InfraError, Reply, Task
 from nanok3.envs.episode import solution
 from nanok3.envs.general import general_tasks
@@ -25,7 +26,7 @@ from nanok3.envs.questions import AnswerEnvironment
 from nanok3.envs.tools import Call, schemas
 from nanok3.eval.agentic import Asking, Crew, Cut, Job, Player, ServerFailed, kinds_of, play_job, reply_of
 from nanok3.eval.agentic_record import Folder, summary, transcript
-from nanok3.stages.agentic import AgenticArgs
+from nanok3.stages.agentic import AgenticArgs, player
 from nanok3.stages.agentic import main as agentic
 
 TASKS = list(islice(office_tasks("tidy", "held-out", 0), 2))
@@ -258,6 +259,18 @@ def test_a_crew_plays_every_job_once_and_tells_of_a_mistake():
 
     with pytest.raises(ValueError, match="no sums-000"):
         list(Crew(wrong, 4).run(jobs))
+
+
+@pytest.mark.parametrize(
+    "asked, kind, begins",
+    [("auto", "tidy", "short"), ("auto", "ledger", "none"), ("none", "tidy", "none"), ("role", "ledger", "role")],
+)
+def test_the_small_world_has_no_system_prompt(asked, kind, begins, monkeypatch):
+    """Its models were taught without one, and are asked as they were taught."""
+    monkeypatch.setattr("nanok3.eval.agentic.play_job", lambda job, environment, playing, stop: playing.harness.prompt)
+    play = player(None, Asking("m"), kinds(), {kind: None}, asked)
+    task = next(iter(kinds()[kind].tasks("held-out", 0)))
+    assert play(Job(kind, 0, task), threading.Event()) == begins
 
 
 def test_families_and_names():

@@ -177,6 +177,9 @@ def test_damaged_data_is_named(data: Path, tmp_path: Path, capsys: pytest.Captur
 def test_one_process_a_run(tmp_path: Path) -> None:
     with only_one(tmp_path), pytest.raises(ValueError, match="another process is writing"), only_one(tmp_path):
         pass
+    with pytest.raises(ValueError, match="wrong"), only_one(tmp_path / "new"):
+        raise ValueError("wrong")
+    assert not (tmp_path / "new").exists(), "nothing was written"
 
 
 def start(data: Path, out: Path, *flags: str) -> subprocess.Popen[str]:
