@@ -15,7 +15,7 @@ The vocabulary is bytes, reserved ids, and merges learned from the markup alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from random import Random
 from typing import Any, Literal
@@ -158,8 +158,8 @@ def _keep(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
 
 
 def _fill(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
-    """The states up to what is lost, the one that is wanted, and the buttons that fit: `1B4D2I1K5N3=4PR`. Where two do,
-    the tests decide. One that goes wrong is off in a state, or takes a button that does not fit."""
+    """The states up to what is lost, and then a button that fits; where two do, the tests decide. One that goes wrong
+    is off in a state, or takes a button that does not fit."""
     order, end, stride = task.hidden["buttons"], task.hidden["end"], STRIDES[effort]
     kept = order[:-1]
     steps = len(kept) // stride
@@ -171,11 +171,11 @@ def _fill(task: Task, effort: str, wrong: bool, random: Random) -> list[Reply]:
     if at == steps or not fits:
         fits = [button for button in ROWS[-1] if button not in fits]
     tries = random.sample(fits, min(len(fits), 1 if effort == "low" else 2))
-    thought = "" if effort == "low" else f"{known}{rest}={end}{''.join(tries)}"
     if order[-1] in tries:
         tries = tries[: tries.index(order[-1]) + 1]
-    said = [Reply(button, (Call("fill", {"b": button}),)) for button in tries]
-    return [replace(said[0], thinking=thought), *said[1:], Reply("ok")]
+    thoughts = [f"{known}{rest}{tries[0]}{end}", *(f"{state}{rest}{button}{end}" for button in tries[1:])]
+    said = zip(tries, [""] if effort == "low" else thoughts)
+    return [*(Reply(button, (Call("fill", {"b": button}),), thought) for button, thought in said), Reply("ok")]
 
 
 def domains() -> dict[str, Domain]:

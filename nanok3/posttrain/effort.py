@@ -8,8 +8,8 @@ A budget is frozen: were b0 measured anew with the policy that is trained, short
 and these shorter answers. Observations are not sampled, so they do not count. The override comes before the mean of the
 group, and wins over a right answer; a group with all answers over the budget has no advantage, and is counted.
 
-Effort max is trained first, with a large tau and a cap in tokens; high branches off from it and low from high, while
-tau falls along a geometric path from that of the one before to their own.
+Effort max is trained first, with a large tau and a cap in tokens; high and low branch off from it, and tau falls along
+a geometric path from that of max to their own.
 
 Source: report 4.1.2. How b0 is estimated is not said (here the mean over the three efforts), nor are the values of tau.
 """
@@ -31,7 +31,7 @@ OVER_BUDGET = -1.0
 TAUS: dict[str, dict[str, float]] = {
     "general": {"low": 0.75, "high": 2.8, "max": 6.0},
     "agent": {"low": 0.975, "high": 1.05, "max": 2.0},
-    "coding": {"low": 0.85, "high": 1.6, "max": 3.0},
+    "coding": {"low": 0.85, "high": 1.2, "max": 2.0},
 }
 """tau by domain and effort, set by hand for our small domains."""
 

@@ -3,7 +3,7 @@
     OUT/facts                    SFT on the first domain's demonstrations alone, where there are others
     OUT/cold                     SFT on demonstrations of all
     OUT/DOMAIN-max               RL from the cold start, with budgets b0 measured on the cold start
-    OUT/DOMAIN-high, -low        RL, high from DOMAIN-max and low from DOMAIN-high, the budget annealed to its own
+    OUT/DOMAIN-high, -low        RL from DOMAIN-max, the budget annealed from max's to its own
     OUT/student                  MOPD: all experts teach one model, each its domain and effort; it begins as the cold
                                  start with the changes of all DOMAIN-max added
     OUT/draft                    a draft for speculative decoding, the student frozen
@@ -49,7 +49,7 @@ STEPS = "steps.json"
 GOING_ON_LR = 1.3e-2
 """Of SFT on a model that knows the facts: with the rate of the beginning it forgot them before it learned the rest."""
 ORDER = ("max", "high", "low")
-"""Efforts in the order in which they are trained; each begins as the one before it, with its budget."""
+"""Efforts in the order in which they are trained."""
 
 
 @dataclass(frozen=True)
@@ -196,15 +196,14 @@ class Pipeline:
     def _expert(self, folder: Path, name: str, effort: str) -> dict[str, Any]:
         """One of the nine; budgets are those of the cold start, measured once for each domain."""
         p, tau = self.plan, TAUS[name]
-        before = dict(zip(ORDER[1:], ORDER)).get(effort)
         iterations = p.max_iterations if effort == "max" else p.branch_iterations
         rollout = RolloutSettings(prompts=p.prompts, max_tokens=p.max_tokens)
         settings = RLSettings(
             iterations=iterations, eval_count=p.eval_count, problems=p.problems, rollout=rollout
-        ).with_effort(effort=effort, tau=tau[effort], tau_start=tau[before] if before else None)
+        ).with_effort(effort=effort, tau=tau[effort], tau_start=None if effort == "max" else tau["max"])
         measured = self.out / f"{name}-max" / "budgets.json"
-        budgets = Budgets.load(measured) if before else None
-        start = self.model(f"{name}-{before}" if before else "cold")
+        budgets = Budgets.load(measured) if effort != "max" else None
+        start = self.model("cold" if effort == "max" else f"{name}-max")
         done: RL = train(
             start, self.tokenizer, self.domains[name], settings, folder, budgets, self.say, True, SENTENCES
         )

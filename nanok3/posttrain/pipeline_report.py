@@ -21,8 +21,8 @@ from nanok3.train.svg import Axis, Line, escape, fit, line_chart
 
 STYLE = Path(report_pictures.__file__).with_name("report.css")
 SHARE = Axis("share right", 0.0, 1.0)
-CUT_OFF = """high begins as max, low as high, and their budget falls over the first half. An answer that reaches it
-is cut off there, which is not right."""
+CUT_OFF = """high and low begin as max, and their budget falls over the first half. An answer that reaches it is cut off
+there, which is not right."""
 
 
 def write_pipeline_report(out: Path, steps: dict[str, Any]) -> Path:

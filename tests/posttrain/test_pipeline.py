@@ -138,7 +138,7 @@ def test_parts_are_done_once_and_in_order(tmp_path):
     assert not {"facts", "draft"} & Told(QUICK, tmp_path / "quick", str).run().keys()
 
 
-def test_an_expert_begins_as_the_one_before_it_and_with_its_budget(tmp_path, monkeypatch):
+def test_an_expert_of_less_effort_begins_as_max_and_with_its_budget(tmp_path, monkeypatch):
     trained = []
 
     def train(model, tokenizer, domain, settings, folder, budgets, *rest):
@@ -154,9 +154,9 @@ def test_an_expert_begins_as_the_one_before_it_and_with_its_budget(tmp_path, mon
         road._expert(tmp_path / f"general-{effort}", "general", effort)
     names = [name for name, *_ in trained]
     assert names == ["general-max", "general-high", "general-low"]
-    assert [model for _, model, *_ in trained] == ["cold", *names[:2]]
+    assert [model for _, model, *_ in trained] == ["cold", "general-max", "general-max"]
     taus = TAUS["general"]
-    assert [e.tau_start for _, _, e, _ in trained] == [None, taus["max"], taus["high"]]
+    assert [e.tau_start for _, _, e, _ in trained] == [None, taus["max"], taus["max"]]
     assert [none for *_, none in trained] == [True, False, False]
 
 
