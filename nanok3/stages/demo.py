@@ -8,7 +8,7 @@
     chat         it continues what you type; or, with --serve, a page in the browser and an API for OpenAI's clients
 
 With --pictures the text is mixed with drawn pictures and their captions, the model has a vision tower that learns with
-the rest, and it is asked about pictures it has not seen. In so few minutes its answers stay at chance (docs/log.md).
+the rest, and it is asked about pictures it has not seen (docs/vision.md has what half an hour of this gives).
 
 Each step is a command that can be run by hand; the demo prints it, says how long it will take, and reuses what an
 earlier run has finished. An interrupted training goes on where it stopped.
