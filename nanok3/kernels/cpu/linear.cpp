@@ -258,7 +258,7 @@ void expert_answers(const void* z, Type type, const int64_t* tokens, const int64
         const Range& b = blocks[i];
         const LeftRows<T> left{static_cast<const T*>(z), L, tokens + b.begin};
         expert_rows<T, decltype(f)>(experts, b.expert, left, int(b.end - b.begin), counts[b.expert] <= FEW,
-                                              answers + b.begin * L);
+                                    answers + b.begin * L);
       });
     });
   });
