@@ -5,8 +5,9 @@ shared library is named by a hash of what decides its contents: the sources, the
 flags and the processor's features (`-march=native` on another machine is another program). Two processes that
 start at once take a file lock; the winner writes a temporary file and renames it, so a reader never sees half
 a library. Beside it lies its SHA-256, compared before every loading: a damaged library would end the process, so
-it is built anew. Of each kernel the newest few libraries are kept. Without a compiler, or if the build fails, one
-line in the log says why and `available` is False: callers then use their torch form.
+it is built anew. Of each kernel the newest few libraries are kept. Where a build fails, one line in the log says why
+and `available` is False: callers then use their torch form. What fails for all of them alike, no compiler or nowhere to
+keep a library, is said once for all.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ TUNING_FLAGS: tuple[tuple[str, ...], ...] = (
     (),
 )
 BUILD_SECONDS = 300
+ANSWER_SECONDS = 60
+"""For a compiler's version and for compiling nothing: who needs longer hangs, and is not asked a second time."""
+LONGEST_REASON = 400
 LIBRARIES_KEPT = 8
 """Of one kernel: for other checkouts, compilers and processors that share the folder."""
 
@@ -67,31 +71,53 @@ def load(name: str) -> ctypes.CDLL | None:
     """The library of `cpu/<name>.cpp`, or None (said once in the log) where it cannot be built."""
     try:
         return ctypes.CDLL(str(build(name)))
+    except NothingBuilds as error:
+        _warn_once(f"native kernels unavailable, using the slower torch forms: {error}")
     except (OSError, subprocess.SubprocessError, BuildError) as error:
         log.warning("native %s kernel unavailable, using the slower torch form: %s", name, error)
-        return None
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
 
 
 class BuildError(RuntimeError):
     """Why a kernel could not be built, in one line."""
 
 
+class NothingBuilds(BuildError):
+    """Why none of the kernels can be built here."""
+
+
 def build(name: str) -> Path:
     """Path of the compiled kernel, compiling it when the cache has none. Raises BuildError or OSError."""
     if os.name != "posix":
-        raise BuildError(f"kernels are built on Linux and macOS only, this is {platform.system()}")
+        raise NothingBuilds(f"kernels are built on Linux and macOS only, this is {platform.system()}")
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise BuildError(f"no C++ compiler found (looked for {', '.join(COMPILERS)})")
+        raise NothingBuilds(f"no C++ compiler found (looked for {', '.join(COMPILERS)})")
     folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     target = folder / f"{name}-{fingerprint(name, compiler)}.so"
     if not _intact(target):
+        _make(folder)
         with _locked(folder / f"{name}.lock"):
             if not _intact(target):
                 _tidy(folder, name)
                 _compile(compiler, SOURCES / f"{name}.cpp", target)
     return target
+
+
+def _make(folder: Path) -> None:
+    """The cache's folder, or NothingBuilds where nothing can be put into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        refused = None if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to"
+    except OSError as error:
+        refused = error.strerror
+    if refused:
+        raise NothingBuilds(f"no folder to keep them in: {folder}: {refused}; XDG_CACHE_HOME can name another")
 
 
 def _tidy(folder: Path, name: str) -> None:
@@ -122,12 +148,12 @@ def _sha256(file: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/nanok3/kernels`, by default under `~/.cache`. BuildError for a user without a home."""
+    """`$XDG_CACHE_HOME/nanok3/kernels`, by default under `~/.cache`. NothingBuilds for a user without a home."""
     named = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(named or Path.home() / ".cache") / "nanok3" / "kernels"
     except RuntimeError as error:
-        raise BuildError(f"no folder to keep it in: {error}; XDG_CACHE_HOME can name one") from None
+        raise NothingBuilds(f"no folder to keep them in: {error}; XDG_CACHE_HOME can name one") from None
 
 
 def fingerprint(name: str, compiler: str) -> str:
@@ -135,9 +161,36 @@ def fingerprint(name: str, compiler: str) -> str:
     digest = hashlib.sha256()
     for source in sources(name):
         digest.update(source.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=60)
-    digest.update(repr((compiler, version.stdout, COMMON_FLAGS, TUNING_FLAGS, cpu_features())).encode())
+    digest.update(repr((compiler, _version(compiler), COMMON_FLAGS, TUNING_FLAGS, cpu_features())).encode())
     return digest.hexdigest()[:20]
+
+
+_useless: dict[str, str] = {}
+"""Compilers that answered nothing or compile nothing, and why: the other kernels need not wait for them again."""
+
+
+def _give_up(compiler: str, why: str) -> NothingBuilds:
+    _useless[compiler] = why
+    return NothingBuilds(f"{compiler} {why}")
+
+
+def _version(compiler: str) -> str:
+    """What a compiler says of itself. NothingBuilds for one that cannot be run, or was of no use before."""
+    if compiler in _useless:
+        raise NothingBuilds(f"{compiler} {_useless[compiler]}")
+    try:
+        return _output([compiler, "--version"], ANSWER_SECONDS).stdout
+    except subprocess.TimeoutExpired:
+        raise _give_up(compiler, f"does not answer within {ANSWER_SECONDS} s") from None
+    except OSError as error:
+        raise _give_up(compiler, f"cannot be run: {error.strerror}") from None
+
+
+def _output(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run to its end. A compiler speaks the language of its user in whatever encoding; nothing is decided by it."""
+    return subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False, timeout=seconds
+    )
 
 
 def sources(name: str) -> list[Path]:
@@ -165,7 +218,10 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
     os.close(handle)
     try:
         tuning = _accepted_flags(compiler, temporary)
-        failure = _run(compiler, tuning, source, temporary)
+        try:
+            failure = _run(compiler, tuning, source, temporary, BUILD_SECONDS)
+        except subprocess.TimeoutExpired:
+            failure = f"it took more than {BUILD_SECONDS} s"
         if failure is not None:
             raise BuildError(f"{compiler} failed on {source.name}: {failure}")
         with open(temporary, "rb") as file:
@@ -193,26 +249,27 @@ def _accepted_flags(compiler: str, output: str) -> tuple[str, ...]:
     is a failure: trying weaker ones would hide it behind a library many times slower."""
     failure = None
     for tuning in TUNING_FLAGS:
-        failure = _run(compiler, tuning, Path(os.devnull), output)
+        try:
+            failure = _run(compiler, tuning, Path(os.devnull), output, ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise _give_up(compiler, f"takes more than {ANSWER_SECONDS} s to compile nothing") from None
         if failure is None:
             return tuning
         log.info("%s does not take %s: %s", compiler, " ".join(tuning), failure)
-    raise BuildError(f"{compiler} compiles nothing at all: {failure}")
+    raise _give_up(compiler, f"compiles nothing at all: {failure}")
 
 
-def _run(compiler: str, tuning: tuple[str, ...], source: Path, output: str) -> str | None:
-    """None, or one line that says why the compiler failed."""
+def _run(compiler: str, tuning: tuple[str, ...], source: Path, output: str, seconds: float) -> str | None:
+    """None, or one line that says why the compiler failed. TimeoutExpired for one that was stopped."""
     command = [compiler, *COMMON_FLAGS, *tuning, "-x", "c++", str(source), "-o", output]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"it took more than {BUILD_SECONDS} s"
+    result = _output(command, seconds)
     if result.returncode == 0:
         return None
     # "error: ld returned 1 exit status" stands behind what the linker has told: a full disk, a missing library.
-    lines = [line for line in result.stderr.splitlines() if "ld returned" not in line]
+    said = ("".join(c if c.isprintable() else " " for c in line).strip() for line in result.stderr.splitlines())
+    lines = [line for line in said if line and "ld returned" not in line]
     lines = lines or [f"exit status {result.returncode}"]
-    return next((line for line in lines if "error" in line), lines[-1])
+    return next((line for line in lines if "error" in line), lines[-1])[:LONGEST_REASON]
 
 
 class _locked:

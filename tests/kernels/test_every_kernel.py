@@ -175,12 +175,12 @@ print((torch.cat(parts, 1) - whole).abs().max().item() < 1e-4, all(p.grad is not
 
 
 def test_the_whole_model_works_without_a_compiler(tmp_path: Path) -> None:
-    """Training, prefill and decode in torch alone, and one line in the log for each kernel, saying why."""
+    """Training, prefill and decode in torch alone, and one line in the log that says why."""
     env = {**os.environ, "PATH": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", WHOLE_MODEL], capture_output=True, text=True, env=env, timeout=200)
     assert result.stdout.split()[:1] == ["True"], result.stderr
-    said = [line for line in result.stderr.splitlines() if "no C++ compiler found" in line]
-    assert said and len(said) == len(set(said)) == len(result.stderr.splitlines()), result.stderr
+    (said,) = result.stderr.splitlines()
+    assert "no C++ compiler found" in said
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in native.SOURCES.glob("*.cpp")))

@@ -30,7 +30,9 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sources.mkdir()
     (sources / "probe.cpp").write_text(TINY)
     monkeypatch.setattr(native, "SOURCES", sources)
+    monkeypatch.setattr(native, "_useless", {})
     native.load.cache_clear()
+    native._warn_once.cache_clear()
     yield
     native.load.cache_clear()
 
@@ -87,6 +89,72 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
         assert not native.available("probe")
     (record,) = caplog.records  # once, in one line
     assert "no C++ compiler found" in record.getMessage() and "\n" not in record.getMessage()
+
+
+def test_what_no_kernel_can_have_is_said_once_for_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (native.SOURCES / "other.cpp").write_text(TINY)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="nanok3"):
+        assert not native.available("probe") and not native.available("other")
+    assert len(caplog.records) == 1
+
+
+STRANGE = {
+    "fails": ("exit 1", "compiles nothing at all: exit status 1"),
+    "fails with bytes that are no text": (
+        r"printf '\377\376\001 no\n\n' >&2; exit 3",
+        "compiles nothing at all: \ufffd",
+    ),
+    "is no program": (None, "cannot be run: Exec format error"),
+    "hangs": ("exec sleep 30", "does not answer within 0.5 s"),
+    "hangs when it compiles": ('[ "$1" = --version ] || exec sleep 30', "takes more than 0.5 s to compile nothing"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_a_compiler_of_no_use_is_named_and_asked_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    script, reason = STRANGE[kind]
+    monkeypatch.setattr(native, "ANSWER_SECONDS", 0.5)
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_bytes(b"\x7fELF" + bytes(60) if script is None else f"#!/bin/sh\n{script}\n".encode())
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{compiler.parent}{os.pathsep}{os.environ['PATH']}")
+    (native.SOURCES / "other.cpp").write_text(TINY)
+    with caplog.at_level(logging.WARNING, logger="nanok3"):
+        assert not native.available("probe")
+        monkeypatch.setattr(native, "_output", None)
+        assert not native.available("other")
+    (record,) = caplog.records
+    assert f"{compiler} {reason}" in record.getMessage() and record.getMessage().isprintable()
+    assert [path.suffix for path in native.cache_folder().glob(".*")] == []
+
+
+@needs_compiler
+def test_a_build_that_takes_too_long_is_one_kernels_failure(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "BUILD_SECONDS", 0.001)
+    with caplog.at_level(logging.WARNING, logger="nanok3"):
+        assert not native.available("probe")
+    assert "failed on probe.cpp: it took more than 0.001 s" in caplog.text and not native._useless
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_to_still_gives_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    native.build("probe")
+    (native.SOURCES / "other.cpp").write_text(TINY)
+    monkeypatch.setattr(native.os, "access", lambda _, mode: not mode & os.W_OK)
+    with caplog.at_level(logging.WARNING, logger="nanok3"):
+        assert native.available("probe") and not native.available("other")
+    (record,) = caplog.records
+    assert "cannot be written to; XDG_CACHE_HOME can name another" in record.getMessage()
 
 
 @needs_compiler
