@@ -135,18 +135,29 @@ def rotate(x: Float[Tensor, "N H K"], turn: Complex[Tensor, "N pairs"]) -> Float
     return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)
 
 
-def attend(
-    q: Float[Tensor, "N H K"], k: Float[Tensor, "N H K"], v: Float[Tensor, "N H K"], lengths: list[int]
+def attention_reference(
+    qkv: Float[Tensor, "N 3 H K"], turn: Complex[Tensor, "N pairs"], lengths: list[int]
 ) -> Float[Tensor, "N H K"]:
     """Softmax attention within each item, in both directions over space and time, scale K^-1/2. Neighbours of equal
     length go through it together."""
+    q, k = rotate(qkv[:, :2].flatten(1, 2), turn).unflatten(1, (2, -1)).unbind(1)
     runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
-    parts = zip(*(x.split([length * count for length, count in runs]) for x in (q, k, v)), strict=True)
+    parts = zip(*(x.split([length * count for length, count in runs]) for x in (q, k, qkv[:, 2])), strict=True)
     mixed = []
     for (length, _), part in zip(runs, parts, strict=True):
         items = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in part)
         mixed.append(F.scaled_dot_product_attention(*items).transpose(1, 2).flatten(0, 1))
     return torch.cat(mixed)
+
+
+def attention(
+    qkv: Float[Tensor, "N 3 H K"], turn: Complex[Tensor, "N pairs"], lengths: list[int]
+) -> Float[Tensor, "N H K"]:
+    """The same, on a CPU in C++, straight from qkv."""
+    from nanok3.kernels import vision_cpu
+
+    o = vision_cpu.attention(qkv, turn, lengths)
+    return attention_reference(qkv, turn, lengths) if o is NotImplemented else o
 
 
 def by_length(lengths: list[int]) -> tuple[list[int], Int[Tensor, " N"] | None]:
@@ -225,6 +236,14 @@ class PatchEmbed(nn.Module):
         return x + for_every_item(grids, lambda grid: positions(self.pos_emb.weight, grid)).to(x.dtype)
 
 
+def gelu(x: Float[Tensor, "*b f"]) -> Float[Tensor, "*b f"]:
+    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, on a CPU in C++."""
+    from nanok3.kernels import vision_cpu
+
+    y = vision_cpu.gelu_tanh(x)
+    return F.gelu(x, approximate="tanh") if y is NotImplemented else y
+
+
 class MLP(nn.Module):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -232,7 +251,7 @@ class MLP(nn.Module):
         self.fc1 = Matrix(inner, width)
 
     def forward(self, x: Float[Tensor, "N D"]) -> Float[Tensor, "N D"]:
-        return self.fc1(F.gelu(self.fc0(x), approximate="tanh"))
+        return self.fc1(gelu(self.fc0(x)))
 
 
 class Block(nn.Module):
@@ -251,8 +270,7 @@ class Block(nn.Module):
         self, x: Float[Tensor, "N D"], turn: Complex[Tensor, "N pairs"], lengths: list[int]
     ) -> Float[Tensor, "N D"]:
         qkv = self.wqkv(self.norm0(x)).unflatten(-1, (3, self.heads, -1))
-        q, k = rotate(qkv[:, :2].flatten(1, 2), turn).unflatten(1, (2, self.heads)).unbind(1)
-        x = x + self.wo(attend(q, k, qkv[:, 2], lengths).flatten(1))
+        x = x + self.wo(attention(qkv, turn, lengths).flatten(1))
         return x + self.mlp(self.norm1(x))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nanok3.config import K3Config
 from nanok3.eval.exactness import Draw, Operator
 from nanok3.eval.exactness_model import awkward_model
+from nanok3.model import moonvit
 from nanok3.model.attn_res import mix, mix_reference
 from nanok3.model.basics import Linear, RMSNorm, rms_normalize
 from nanok3.model.cache import ModelState
@@ -249,6 +250,30 @@ def draw_loss(draw: Draw) -> tuple[Any, ...]:
     return draw(n, D), draw(vocab, D) / D**0.5, targets
 
 
+# ---------------------------------------------------------------------- pictures
+
+
+def draw_patches(draw: Draw) -> tuple[Any, ...]:
+    """Packed items: a clip, the smallest picture, one that fills no block."""
+    H, K, grids = (4, 32, [(1, 32, 32)]) if draw.large else (3, 20, [(2, 4, 4), (1, 2, 2), (1, 6, 10)])
+    lengths = [t * h * w for t, h, w in grids]
+    turn = torch.cat([moonvit.turns(grid, K, torch.empty(0, device=draw.device)) for grid in grids])
+    return draw(sum(lengths), 3, H, K), turn, lengths
+
+
+def patch_flops(qkv: Tensor, _turn: Tensor, lengths: list[int]) -> float:
+    return sum(4.0 * length * length for length in lengths) * qkv[0, 0].numel()
+
+
+def draw_gelu(draw: Draw) -> tuple[Any, ...]:
+    n, inner = (16384, 512) if draw.large else (37, 45)
+    return (draw(n, inner),)
+
+
+def gelu_reference(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 # ---------------------------------------------------------------------- a token through all layers
 
 
@@ -300,6 +325,8 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("experts in MXFP4", packed_experts, packed_reference, draw_packed, gradients=False, reads=packed_reads),
     Operator("attention, prefill", attention, attention_reference, draw_attention, flops=attention_flops),
     Operator("attention, decode", latent_attention, latent_reference, draw_latent),
+    Operator("attention, pictures", moonvit.attention, moonvit.attention_reference, draw_patches, flops=patch_flops),
+    Operator("GELU, pictures", moonvit.gelu, gelu_reference, draw_gelu),
     Operator(
         "token, all layers", next_token, next_token_reference, draw_token, False, (torch.float32,), reads=token_reads
     ),

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 import nanok3.kernels
-from nanok3.kernels import attention_cpu, attn_res_cpu, kda_cpu, native, norms_cpu, short_conv_cpu, situ_cpu
+from nanok3.kernels import (
+    attention_cpu,
+    attn_res_cpu,
+    kda_cpu,
+    native,
+    norms_cpu,
+    short_conv_cpu,
+    situ_cpu,
+    vision_cpu,
+)
 
 LIBRARIES = sorted(path.stem for path in native.SOURCES.glob("*.cpp"))
 needs_kernels = pytest.mark.skipif(
@@ -86,6 +95,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], int, Callable[[], list[Tensor]]]] 
         3,
         lambda: [torch.randn(1, 103, 2, 24), torch.randn(1, 103, 2, 24), torch.randn(1, 103, 2, 37)],
     ),
+    "vision_attention": (
+        lambda qkv: vision_cpu.attention(qkv, torch.ones(217, 12).to(torch.complex64), [1, 16, 200]).sin().sum(),
+        1,
+        lambda: [torch.randn(217, 3, 2, 24)],
+    ),
+    "gelu_tanh": (lambda x: vision_cpu.gelu_tanh(x).sin().sum(), 1, lambda: [torch.randn(ROW)]),
     "short_conv": (
         lambda u, w: short_conv_cpu.short_conv(u, w, None, torch.arange(67) % 9).sin().sum(),
         1,

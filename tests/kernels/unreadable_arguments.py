@@ -23,6 +23,7 @@ from nanok3.kernels import (
     norms_cpu,
     short_conv_cpu,
     situ_cpu,
+    vision_cpu,
 )
 from nanok3.model.mxfp4 import quantize_mxfp4
 
@@ -44,6 +45,11 @@ def kda(q: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, bounds: Te
     return o if o is NotImplemented else o[0]
 
 
+def vision_attention(qkv: Tensor, angle: Tensor) -> Any:
+    turn = torch.polar(torch.ones_like(angle), angle) if type(angle) is Tensor else angle
+    return vision_cpu.attention(qkv, turn, [3, 4])
+
+
 # A kernel as it is called, and arguments that it takes.
 CALLS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "kda": (
@@ -54,6 +60,8 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
         lambda q, k, v, bounds: attention_cpu.causal_attention(q, k, v, 0.3, bounds),
         [rand(1, 7, 2, 5)] * 2 + [rand(1, 7, 2, 4), torch.tensor([0, 3, 7])],
     ),
+    "vision_attention": (vision_attention, [rand(7, 3, 2, 6), rand(7, 3)]),
+    "gelu_tanh": (vision_cpu.gelu_tanh, [rand(3, 7)]),
     "newton_schulz": (lambda G: newton_schulz_cpu.newton_schulz(G, 5, (3.4, -4.7, 2.0)), [rand(2, 7, 5)]),
     "kda_step": (kda_cpu.step, [rand(3, 1, 2, 5)] * 4 + [rand(3, 1, 2), rand(3, 2, 5, 5)]),
     "short_conv": (short_conv_cpu.short_conv, [rand(2, 7, 12), rand(12, 1, 4), rand(2, 3, 12), torch.arange(7)]),

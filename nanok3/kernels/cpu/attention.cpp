@@ -12,9 +12,7 @@
 //
 // A thread owns a head of a sequence and goes over its keys in blocks of BLOCK, and for each over the queries that see
 // it: sums are taken in one order, whatever the number of threads.
-#include <algorithm>
-#include <cmath>
-
+#include "attention.h"
 #include "strided.h"
 
 namespace {
@@ -29,33 +27,6 @@ struct Head {
   int K, V;
   float scale;
 };
-
-// scores[0:n] become e^(scale s - largest), numbers behind them up to `padded` zero. Returns the sum.
-INLINE float exponentials(float* scores, int n, int padded, float scale, float largest) {
-  float sums[1];
-  sum_columns(n, sums, [=](int64_t i, auto part, auto& acc) {
-    vf p = exp_or_zero(read(scores + i, part) * scale - largest);
-    write(scores + i, p, part);
-    acc[0] += read(scores + i, part);  // what a part lacks counts as zero
-  });
-  for (int i = n; i < padded; ++i) scores[i] = 0.0f;
-  return sums[0];
-}
-
-INLINE float largest_of(const float* scores, int n) {
-  float largest = scores[0];
-  vf most = splat(largest);
-  int i = 0;
-  for (; i + W <= n; i += W) {
-    vf s = load(scores + i);
-    most = s > most ? s : most;
-  }
-  float lanes[W];
-  store(lanes, most);
-  for (int j = 0; j < W; ++j) largest = std::max(largest, lanes[j]);
-  for (; i < n; ++i) largest = std::max(largest, scores[i]);
-  return largest;
-}
 
 // Queries begin ... end - 1, at most ROWS of them, to out[t * out_ld + c] and, where it is wanted, lse[t * lse_ld].
 template <class T>
@@ -96,7 +67,8 @@ void attend_rows(const Head<T>& h, int64_t begin, int64_t end, float* out, int64
         }
         const float most = std::max(largest[r + i], h.scale * largest_of(s, mine));
         const float factor = first ? std::exp(largest[r + i] - most) : 0.0f;
-        total[r + i] = total[r + i] * factor + exponentials(s, mine, seen, h.scale, most);
+        total[r + i] = total[r + i] * factor + exponentials(s, mine, h.scale, most, s);
+        std::fill(s + mine, s + seen, 0.0f);
         if (first && factor != 1.0f)
           for (int c = 0; c < V; c += W) store(o + c, load(o + c) * factor);
         largest[r + i] = most;
@@ -161,12 +133,6 @@ INLINE void differentiate_row(float* s, float* d, int n, float scale, float lse,
   std::fill(d + n, d + BLOCK, 0.0f);
 }
 
-float dot(const float* a, const float* b, int64_t n) {
-  float sums[1];
-  sum_columns(n, sums, [=](int64_t i, auto part, auto& acc) { acc[0] += read(a + i, part) * read(b + i, part); });
-  return sums[0];
-}
-
 template <class T>
 void differentiate_head(const Head<T>& h, const Gradients<T>& g, Arena& arena) {
   const int64_t tokens = h.queries, K_step = row_step(h.K), V_step = row_step(h.V);
@@ -224,24 +190,6 @@ void differentiate_head(const Head<T>& h, const Gradients<T>& g, Arena& arena) {
 }
 
 // ---------------------------------------------------------------------- all heads of all sequences
-
-struct Unit {
-  int64_t sequence, head, begin, cost;
-};
-
-// run(unit) for all, the most expensive first.
-template <class Run>
-void run_units(std::vector<Unit> units, int64_t threads, Run run) {
-  std::stable_sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) { return a.cost > b.cost; });
-  const int64_t n = int64_t(units.size());
-  if (!n) return;
-  if (threads > n) threads = n;
-#pragma omp parallel for schedule(dynamic) num_threads(int(threads)) if (threads > 1)
-  for (int64_t i = 0; i < n; ++i) {
-    static thread_local Arena arena;
-    run(units[i], arena);
-  }
-}
 
 // Factors of all sequences one after the other, channels side by side; strides count numbers, from token to token and
 // from head to head. Sequence i is the queries q_bounds[i] ... and the keys k_bounds[i] ..., no more queries than keys.

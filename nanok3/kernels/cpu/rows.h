@@ -71,6 +71,25 @@ INLINE void write(T* p, vf x, Part part) {
   for (int i = 0; i < part.n; ++i) write_one(p + i, numbers[i]);
 }
 
+// x, with zeros for what is missing.
+INLINE vf within(vf x, Whole) { return x; }
+INLINE vf within(vf x, Part part) {
+  float numbers[W] = {};
+  write(numbers, x, part);
+  return load(numbers);
+}
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+// The same without a loop: what a mask leaves out is not touched.
+INLINE __mmask16 mask_of(Part part) { return __mmask16((1u << part.n) - 1); }
+INLINE vf read(const float* p, Part part) { return (vf)_mm512_maskz_loadu_ps(mask_of(part), p); }
+INLINE vf read(const bf16* p, Part part) {
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask_of(part), p)), 16);
+}
+INLINE void write(float* p, vf x, Part part) { _mm512_mask_storeu_ps(p, mask_of(part), (__m512)x); }
+INLINE void write(bf16* p, vf x, Part part) { _mm256_mask_storeu_epi16(p, mask_of(part), (__m256i)rounded(x)); }
+#endif
+
 // body(i, part) for every vector of n numbers.
 template <class Body>
 INLINE void for_columns(int64_t n, Body body) {
