@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,6 +19,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
+            _lock(file)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -24,6 +27,28 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether nobody else holds it. The lock goes with the process, however that ends."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):  # no locks on this system or file system
+        return False
+    return True
+
+
+def remove_left(path: Path, seconds: float = 60) -> None:
+    """Remove what writers of `path` left that were killed, which may fill a disk and which nobody sees: files of the
+    temporary names of `replacing` that no process holds and that were not touched for so many seconds."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}-????????"):
+        with suppress(OSError):
+            if left.is_file() and time.time() - left.stat().st_mtime > seconds:
+                with left.open("rb+") as file:
+                    if _lock(file):
+                        left.unlink()
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -35,12 +60,16 @@ def write_file(path: Path, content: bytes) -> None:
 def check_place(name: str, path: Path) -> None:
     """ValueError, with the field's name, where nothing can be made under `path`: told before there is work to lose."""
     there = path.absolute().parent
-    while not there.exists():
+    while not os.path.exists(there):  # unlike Path's, it takes names that are too long
         there = there.parent
     if not there.is_dir():
         raise ValueError(f"{name} is {path}; {there} is no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{name} is {path}; {there} cannot be written to")
+    try:
+        handle, probe = tempfile.mkstemp(dir=there, prefix=f".{path.name}-")
+    except OSError as error:  # permissions, a medium that is only read, a name that is too long, no file system at all
+        raise ValueError(f"{name} is {path}; {there} cannot be written to: {error.strerror}") from None
+    os.close(handle)
+    os.unlink(probe)
 
 
 @contextmanager
@@ -67,6 +96,6 @@ def only_one(folder: Path) -> Iterator[None]:
 
 def check_file(name: str, path: Path) -> None:
     """The same for a file that is to be written or replaced."""
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ValueError(f"{name} is {path}, which is a folder; name a file")
     check_place(name, path)

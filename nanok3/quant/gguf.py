@@ -97,10 +97,13 @@ def file_size(head: bytes, tensors: Iterable[GGUFTensor]) -> int:
 
 
 def header(metadata: Mapping[str, Value], tensors: Sequence[GGUFTensor]) -> bytes:
-    """Everything before the first tensor's bytes, padded."""
+    """Everything before the first tensor's bytes, padded. ValueError for a number that is too large."""
     out = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata)))
     for key, value in metadata.items():
-        out += _string(key) + _value(value)
+        try:
+            out += _string(key) + _value(value)
+        except (struct.error, OverflowError):
+            raise ValueError(f"{key} is {value}: the file has 32 bits for it") from None
     offset = 0
     for tensor in tensors:
         out += _string(tensor.name) + struct.pack("<I", len(tensor.shape))

@@ -173,7 +173,7 @@ class Plan:
         for letter in "qkv":
             their, our = f"{theirs}.ssm_conv1d_{letter}.weight", f"{ours}.{letter}_conv1d.weight"
             yield self._kept(their, our, 1, H * K, 1, cfg.short_conv_kernel_size)
-        yield self._float32(f"{theirs}.ssm_a", (H,), lambda: -self.read(f"{ours}.A_log").flatten()[:H].double().exp())
+        yield self._float32(f"{theirs}.ssm_a", (H,), lambda: self._rates(f"{ours}.A_log"))
         yield self._kept(f"{theirs}.ssm_dt.bias", f"{ours}.dt_bias", H * K)
         yield self._kept(f"{theirs}.ssm_norm.weight", f"{ours}.o_norm.weight", K)
 
@@ -232,6 +232,10 @@ class Plan:
             yield self._stack(f"{theirs}.ffn_{their}_exps.weight", stems, rows, columns)
 
     # ------------------------------------------------------------------ one tensor
+
+    def _rates(self, ours: str) -> Tensor:
+        """-e^A of every head, with the cap of `model.kda.log_decay`."""
+        return -self.read(ours).flatten()[: self.cfg.kda_num_heads].double().clamp(max=80.0).exp()
 
     def _made(self, name: str, shape: tuple[int, ...], kind: TensorType, make: Callable[[], Tensor]) -> GGUFTensor:
         dtype = torch.float32 if kind is F32 else torch.bfloat16

@@ -12,6 +12,7 @@ said.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -47,14 +48,16 @@ class ExportArgs:
 
 def main(args: ExportArgs) -> None:
     """Run the command. ValueError for a model that llama.cpp cannot run, a wrong folder or a target in the way."""
-    from nanok3.data.files import replacing
+    from nanok3.data.files import check_file, remove_left, replacing
     from nanok3.quant.gguf import file_size, header, write_gguf
     from nanok3.serve.run_folder import model_folder
 
+    check_file("gguf", args.gguf)
     folder = model_folder(args.model)
     plan = plan_of(folder, args.dtype)
     metadata, remarks = metadata_of(args, folder, plan)
     tensors = plan.tensors()
+    remove_left(args.gguf)
     check_target(args.gguf, file_size(header(metadata, tensors), tensors))
     start = time.monotonic()
     with replacing(args.gguf) as file:
@@ -68,42 +71,46 @@ def main(args: ExportArgs) -> None:
 
 
 def plan_of(folder: Path, dtype: str) -> Plan:
-    """The tensors to be written. ValueError for what llama.cpp cannot hold and for what the folder has not."""
+    """The tensors to be written. ValueError for what llama.cpp cannot hold and for a folder that does not fit."""
     from nanok3.config import K3Config
-    from nanok3.model.weights import checkpoint_entries, disk_tensors
+    from nanok3.model.weights import _refuse_misfits, _without_cut_layers, checkpoint_entries, disk_tensors
     from nanok3.quant.llama_cpp import FILE_TYPES, Plan, refusals
 
     cfg = K3Config.from_json(folder)
     reasons = refusals(cfg, dtype)
     if reasons:
         raise ValueError(f"{folder}: llama.cpp cannot run this model: {'; '.join(reasons)}")
-    entries = checkpoint_entries(folder)
+    entries = _without_cut_layers(cfg, checkpoint_entries(folder))
     packed = any(name.endswith(".weight_packed") for name in entries)
+    text = {name: entry for name, entry in entries.items() if name.startswith(cfg.text_prefix)}
     wanted = {name: spec for name, spec in disk_tensors(cfg, packed).items() if name.startswith(cfg.text_prefix)}
-    problems = [f"{name} is missing" for name in wanted if name not in entries]
-    for name in wanted.keys() & entries.keys():
-        found, shape = entries[name].shape, wanted[name].shape
-        if found != shape and not (name.endswith("A_log") and found == (cfg.kda_num_heads,)):
-            problems.append(f"{name} is {list(found)}, expected {list(shape)}")
-    if problems:
-        few = "; ".join(sorted(problems)[:20])
-        raise ValueError(f"{folder}: {len(problems)} tensors do not fit its config.json: {few}")
-    return Plan(cfg, lambda name: read_stored(entries[cfg.text_prefix + name]), packed, FILE_TYPES[dtype])
+    _refuse_misfits(folder, cfg, wanted, text)
+    return Plan(cfg, lambda name: read_stored(cfg.text_prefix + name, text), packed, FILE_TYPES[dtype])
 
 
-def read_stored(entry: _Entry) -> Tensor:
-    """One tensor as it lies in its file; ValueError for a type that no checkpoint has."""
+def read_stored(name: str, entries: dict[str, _Entry]) -> Tensor:
+    """One tensor as it lies in its file. ValueError for one with a number that is none: whoever runs it would get
+    nothing else."""
     import torch
 
     from nanok3.model.weights import DTYPES
 
-    if entry.dtype not in DTYPES:
-        raise ValueError(f"{entry.file}: a tensor has type {entry.dtype}; allowed: {', '.join(DTYPES)}")
+    entry = entries[name]
     data = torch.empty(entry.nbytes, dtype=torch.uint8)
     with open(entry.file, "rb") as file:
         file.seek(entry.offset)
         file.readinto(data.numpy().data)
-    return data.view(DTYPES[entry.dtype]).view(entry.shape)
+    values = data.view(DTYPES[entry.dtype]).view(entry.shape)
+    if not all_numbers(values, name.endswith("_scale")):
+        raise ValueError(f"{entry.file}: {name} holds inf or NaN; no engine makes anything of that")
+    return values
+
+
+def all_numbers(values: Tensor, scale: bool) -> bool:
+    """Whether a stored tensor is free of inf and NaN. Of the packed ones only scales can hold NaN, as code 255."""
+    if values.dtype.is_floating_point:
+        return all(bool(piece.isfinite().all()) for piece in values.flatten().split(1 << 22))
+    return not scale or bool((values != 255).all())
 
 
 def metadata_of(args: ExportArgs, folder: Path, plan: Plan) -> tuple[dict[str, Value], list[str]]:
@@ -112,7 +119,8 @@ def metadata_of(args: ExportArgs, folder: Path, plan: Plan) -> tuple[dict[str, V
     from nanok3.quant.llama_cpp import hyperparameters
 
     cfg, remarks = plan.cfg, []
-    keys = hyperparameters(cfg, args.dtype, folder.resolve().name)
+    name = os.fsencode(folder.resolve().name).decode("utf-8", "replace")  # a folder's name may be any bytes
+    keys = hyperparameters(cfg, args.dtype, name)
     if cfg.has_vision:
         remarks.append("the vision tower and its projector are left out: llama.cpp runs K3's text part")
     if cfg.num_nextn_predict_layers:
@@ -144,8 +152,6 @@ def check_target(path: Path, size: int) -> None:
     """ValueError for a target that is no GGUF file of ours to replace, and for a disk without room."""
     from nanok3.quant.gguf import MAGIC
 
-    if path.is_dir():
-        raise ValueError(f"gguf is {path}, which is a folder; name a file")
     if path.exists() and not path.is_file():  # a pipe's first bytes would be waited for
         raise ValueError(f"gguf is {path}, a device or a pipe; name a file, which is written whole or not at all")
     if path.exists() and _first_bytes(path) != MAGIC:

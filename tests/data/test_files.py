@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from nanok3.cli import main
-from nanok3.data.files import check_file, replacing, write_file
+from nanok3.data.files import check_file, remove_left, replacing, write_file
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -34,12 +35,32 @@ def test_where_nothing_can_be_made_is_told_with_the_field(tmp_path: Path) -> Non
     ):
         with pytest.raises(ValueError, match=f"^out is {path}.*{message}"):
             check_file("out", path)
+    for path in (tmp_path / ("x" * 250), tmp_path / ("x" * 300)):  # the temporary name is ten longer
+        with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to: File name too long"):
+            check_file("out", path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "file[1].bin"
+    old = [tmp_path / f".{name}" for name in ("file[1].bin-abcd1234", "file1.bin-abcd1234", "file[1].bin-abc")]
+    for left in (*old, tmp_path / ".file[1].bin-fresh123"):
+        left.write_bytes(b"half")
+    for left in old:
+        os.utime(left, (0, 0))
+    with replacing(path) as file:
+        os.utime(file.name, (0, 0))
+        remove_left(path)
+        file.write(b"whole")
+    assert path.read_bytes() == b"whole"
+    assert {left.name for left in tmp_path.iterdir()} == {path.name, old[1].name, old[2].name, ".file[1].bin-fresh123"}
 
 
 @pytest.mark.parametrize(
     "command",
     [
         ["doctor", "--json"],
+        ["export", "MODEL", "--gguf"],
         ["generate", "MODEL", "Hi", "--routing-trace"],
         ["generate", "MODEL", "Hi", "--out"],
         ["quantize", "MODEL", "--out"],

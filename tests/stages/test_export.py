@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_reader import read_gguf
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import nanok3
@@ -217,9 +219,95 @@ def test_a_target_in_the_way_is_left_alone(folders: dict[str, Path], tmp_path: P
 def test_a_checkpoint_that_lacks_a_tensor_leaves_no_file(folders: dict[str, Path], tmp_path: Path) -> None:
     replace(CONFIG, num_experts=9).to_json(tmp_path / "config.json")
     (tmp_path / "model.safetensors").symlink_to(folders["bf16"] / "model.safetensors")
-    with pytest.raises(ValueError, match=r"experts\.8\.w1\.weight is missing"):
+    with pytest.raises(ValueError, match=r"missing: .*experts\.8\.w1\.weight"):
         main(ExportArgs(model=tmp_path, gguf=tmp_path / "x.gguf"))
     assert not list(tmp_path.glob("*.gguf*")) and not list(tmp_path.glob(".x*"))
+
+
+UP, EXPERT = "language_model.model.layers.0.mlp.up_proj.weight", "block_sparse_moe.experts.3.w2.weight"
+DAMAGE = {
+    "NaN in a matrix": (
+        "float32",
+        UP,
+        lambda x: x.index_fill(0, torch.tensor(3), torch.nan),
+        r"up_proj.* holds inf or",
+    ),
+    "inf in an expert": ("bf16", EXPERT, lambda x: x * torch.inf, r"experts\.3\.w2\.weight holds inf or NaN"),
+    "NaN in a scale": ("mxfp4", f"{EXPERT}_scale", lambda x: x | 255, r"w2\.weight_scale holds inf or NaN"),
+    "whole numbers": ("bf16", UP, lambda x: x.to(torch.int32), r"up_proj\.weight is I32 .*, expected BF16"),
+    "bytes": ("bf16", UP, lambda x: x.to(torch.uint8), r"up_proj\.weight is U8 .*, expected BF16"),
+    "numbers for codes": (
+        "mxfp4",
+        f"{EXPERT}_packed",
+        lambda x: x.float(),
+        r"w2\.weight_packed is F32 .*, expected U8",
+    ),
+    "another shape": (
+        "bf16",
+        UP,
+        lambda x: x.flatten(),
+        r"up_proj\.weight is BF16 \[\d+\], expected BF16 \[\d+, \d+\]",
+    ),
+    "a tensor too many": ("bf16", UP.replace("up_", "side_"), None, r"1 unknown: .*side_proj"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_tensor_is_named_and_leaves_no_file(
+    folders: dict[str, Path], tmp_path: Path, kind: str, dtype: str
+) -> None:
+    source, ending, change, said = DAMAGE[kind]
+    tensors = load_file(folders[source] / "model.safetensors")
+    if change is None:
+        tensors[ending] = torch.ones(3)
+    else:
+        name = next(name for name in tensors if name.endswith(ending))
+        tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folders[source] / "config.json").read_bytes())
+    with pytest.raises(ValueError, match=said):
+        main(ExportArgs(model=tmp_path, gguf=tmp_path / "out" / "x.gguf", dtype=dtype))
+    assert not list((tmp_path / "out").glob("*")) and not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_huge_rate_is_capped_as_the_model_caps_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    """inf would make NaN of 0 * inf there."""
+    tensors = load_file(folders["bf16"] / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("A_log"))
+    tensors[name] = tensors[name].fill_(100)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folders["bf16"] / "config.json").read_bytes())
+    main(ExportArgs(model=tmp_path, gguf=tmp_path / "x.gguf"))
+    rates = read_gguf(tmp_path / "x.gguf").tensors["blk.0.ssm_a"]
+    assert torch.equal(rates, torch.full_like(rates, -torch.tensor(80.0).double().exp().float().item()))
+
+
+def test_a_number_too_large_for_the_file_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    replace(CONFIG, activation_situ_beta=1e300).to_json(tmp_path / "config.json")
+    (tmp_path / "model.safetensors").symlink_to(folders["bf16"] / "model.safetensors")
+    with pytest.raises(ValueError, match=r"kimi-k3.activation.situ_beta is 1e\+300: the file has 32 bits"):
+        main(ExportArgs(model=tmp_path, gguf=tmp_path / "x.gguf"))
+
+
+def test_a_folder_may_have_any_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    strange = tmp_path / os.fsdecode(b"latin \xe9")
+    try:
+        strange.symlink_to(folders["bf16"])
+        place = tmp_path / os.fsdecode(b"copy \xe9")
+        shutil.copytree(strange, place)
+    except OSError:
+        pytest.skip("this file system's names are UTF-8")
+    main(ExportArgs(model=place, gguf=tmp_path / "x.gguf"))
+    assert read_gguf(tmp_path / "x.gguf").keys["general.name"] == "copy \ufffd"
+
+
+def test_what_a_killed_export_left_makes_room_for_the_next(folders: dict[str, Path], tmp_path: Path) -> None:
+    left = tmp_path / ".x.gguf-abcd1234"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    main(ExportArgs(model=folders["bf16"], gguf=tmp_path / "x.gguf"))
+    assert not left.exists() and (tmp_path / "x.gguf").exists()
 
 
 # ---------------------------------------------------------------------- llama.cpp itself
