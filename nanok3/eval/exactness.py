@@ -85,6 +85,8 @@ class Operator:
     """Arithmetic of a forward call as a function of the arguments; None where memory is what limits."""
     reads: Callable[..., float] | None = None
     """Bytes that a forward call has to read, where that is what limits and inputs and outputs are not the measure."""
+    why_torch: str = "torch's is used"
+    """For a report: why no kernel of ours is asked, where none is."""
 
 
 # ---------------------------------------------------------------------- operators

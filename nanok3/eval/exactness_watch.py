@@ -64,8 +64,8 @@ class _Products(TorchDispatchMode):
         self.answers = answers
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = op._schema.name.removeprefix("aten::")
-        if name.endswith("mm") or "attention" in name:
+        space, _, name = op._schema.name.rpartition("::")
+        if space == "aten" and (name.endswith("mm") or "attention" in name):
             self.answers.append(Answer(f"torch.{name.lstrip('_')}", True))
         return op(*args, **(kwargs or {}))
 

@@ -161,7 +161,7 @@ def fingerprint(name: str, compiler: str) -> str:
     digest = hashlib.sha256()
     for source in sources(name):
         digest.update(source.read_bytes())
-    digest.update(repr((compiler, _version(compiler), COMMON_FLAGS, TUNING_FLAGS, cpu_features())).encode())
+    digest.update(repr((compiler, version(compiler), COMMON_FLAGS, TUNING_FLAGS, cpu_features())).encode())
     return digest.hexdigest()[:20]
 
 
@@ -174,7 +174,7 @@ def _give_up(compiler: str, why: str) -> NothingBuilds:
     return NothingBuilds(f"{compiler} {why}")
 
 
-def _version(compiler: str) -> str:
+def version(compiler: str) -> str:
     """What a compiler says of itself. NothingBuilds for one that cannot be run, or was of no use before."""
     if compiler in _useless:
         raise NothingBuilds(f"{compiler} {_useless[compiler]}")

@@ -16,9 +16,11 @@ import ast
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -71,7 +73,7 @@ def main(args: BenchArgs) -> None:
     if args.report:
         print(report(args.json, checkout()), end="")
     elif not args.names:
-        print("\n".join(f"{name:14s} {TIMES.get(name, ''):>5s}  {about(script)}" for name, script in scripts.items()))
+        print("\n".join(listed(scripts)))
     else:
         for name in scripts if "all" in args.names else ():
             if name not in args.names and (why := obstacle(name)):
@@ -101,6 +103,14 @@ def benchmarks(folder: Path) -> dict[str, Path]:
         if '__name__ == "__main__"' in source and f"{FOLDER}/{script.stem}" in source:
             found[script.stem] = script
     return found
+
+
+def listed(scripts: dict[str, Path]) -> Iterator[str]:
+    """A line for each benchmark, in a terminal as many as it takes."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    for name, script in scripts.items():
+        line = f"{name:14s} {TIMES.get(name, ''):>6s}  {about(script)}"
+        yield from textwrap.wrap(line, max(width, 40), subsequent_indent=" " * 23)
 
 
 def about(script: Path) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 RAISES = "raises"
 MOST_KERNELS = 4
 """That one line names."""
+WIDTH = 80
+"""Of the terminal that everything fits into."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +64,12 @@ def main(
         check_file("json", args.json)
     keep_freed_memory()  # as every run does: else large results are timed with their page faults
     found = examine(operators or OPERATORS, EQUALITIES if equalities is None else equalities)
-    if args.json is not None:
-        write_file(args.json, (json.dumps(found, indent=1) + "\n").encode())
     failed = [check for check in found["checks"] if not check["ok"]]
     if failed:
         print(f"{len(failed)} of {len(found['checks'])} checks FAILED: do not trust this machine's results.")
+    if args.json is not None:
+        write_file(args.json, (json.dumps(found, indent=1) + "\n").encode())
+    if failed:
         raise SystemExit(1)
 
 
@@ -89,7 +93,7 @@ def examine(operators: Sequence[Operator], equalities: Sequence[Equality]) -> di
     speeds = [doctor_speed.measure_operator(o, rates) for o in operators if o.name not in broken]
     _show("Speed: one call without gradients, float32", speed_lines(rates, speeds))
     advice = advice_of(facts, rates)
-    _show("What to change", advice or ["Nothing."])
+    _show("What to change", (line for text in advice or ["Nothing."] for line in wrapped(text, 2)))
     print(f"\n{time.perf_counter() - start:.0f} seconds.")
     return {
         "facts": asdict(facts),
@@ -99,6 +103,13 @@ def examine(operators: Sequence[Operator], equalities: Sequence[Equality]) -> di
         "speeds": [asdict(speed) for speed in speeds],
         "advice": advice,
     }
+
+
+def wrapped(line: str, indent: int) -> list[str]:
+    """As lines that fit into a terminal behind the blanks of a section, all but the first indented."""
+    return textwrap.wrap(
+        line, WIDTH - 2, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _show(title: str, lines: Iterable[str]) -> None:
@@ -129,14 +140,15 @@ def library_lines(facts: Facts) -> Iterator[str]:
     yield f"Python {sys.version.split()[0]}, torch {facts.torch} with {facts.blas}"
     for extra in sorted({library.extra for library in facts.libraries}):
         named = [f"{l.name} {l.version or 'ABSENT'}" for l in facts.libraries if l.extra == extra]
-        yield f"{extra or 'core':9s}  {', '.join(named)}" + (f"  ({EXTRAS[extra]})" if extra in EXTRAS else "")
+        what = f"  ({EXTRAS[extra]})" if extra in EXTRAS else ""
+        yield from wrapped(f"{extra or 'core':9s}  {', '.join(named)}{what}", 11)
 
 
 def kernel_line(kernel: Built) -> str:
     """One library of the cache."""
     if kernel.error:
-        return f"{kernel.name:12s} cannot be built: {kernel.error}"
-    return f"{kernel.name:12s} " + ("in the cache" if kernel.seconds is None else f"built in {kernel.seconds:.1f} s")
+        return f"{kernel.name:13s} cannot be built: {kernel.error}"
+    return f"{kernel.name:13s} " + ("in the cache" if kernel.seconds is None else f"built in {kernel.seconds:.1f} s")
 
 
 # ---------------------------------------------------------------------- which backend
@@ -172,7 +184,7 @@ def routes_of(operator: Operator, facts: Facts) -> Iterator[Route]:
                 continue
             both = [*plain, *(training or [])]
             trained = None if training is None else taken(training)
-            yield Route(operator.name, device, name, taken(plain), trained, reason(both, facts))
+            yield Route(operator.name, device, name, taken(plain), trained, reason(both, facts, operator.why_torch))
 
 
 def taken(answers: Sequence[Answer]) -> str:
@@ -182,8 +194,8 @@ def taken(answers: Sequence[Answer]) -> str:
     return ", ".join(names[:MOST_KERNELS]) + more or "torch"
 
 
-def reason(answers: Sequence[Answer], facts: Facts) -> str:
-    """Why these kernels and no others."""
+def reason(answers: Sequence[Answer], facts: Facts, why_torch: str) -> str:
+    """Why these kernels and no others; `why_torch` where none of ours was asked."""
     failed = {kernel.name: kernel.error for kernel in facts.kernels if kernel.error}
     refused = [answer.kernel for answer in answers if not answer.taken]
     for kernel in refused:
@@ -193,7 +205,7 @@ def reason(answers: Sequence[Answer], facts: Facts) -> str:
     used = {answer.kernel for answer in answers if answer.taken and not answer.kernel.startswith("torch.")}
     if refused and not used:
         return f"{refused[0]} does not take these inputs"
-    return "our kernel" if used else "torch's is used"
+    return "our kernel" if used else why_torch
 
 
 def route_lines(routes: Sequence[Route]) -> Iterator[str]:
@@ -209,7 +221,7 @@ def route_lines(routes: Sequence[Route]) -> Iterator[str]:
         name = route.operator if first else f"  in {route.dtype}"
         device = "" if route.device == "cpu" else f" on {route.device}"
         training = "" if route.training in (None, route.inference) else f"; training {route.training}"
-        yield f"{name + device:{width}s}  {route.inference}{training}  ({route.why})"
+        yield from wrapped(f"{name + device:{width}s}  {route.inference}{training}  ({route.why})", width + 2)
 
 
 # ---------------------------------------------------------------------- exactness
@@ -249,16 +261,16 @@ def check_lines(checks: Sequence[Check]) -> Iterator[str]:
     for check in checks:
         table.setdefault(check.what.removesuffix(", gradients"), []).append(check)
     width = max(map(len, table), default=0)
-    yield f"{'':{width}s} " + " ".join(f"{name:>15s}" for name in names) + f" {'bound':>15s}"
+    yield f"{'':{width}s} " + " ".join(f"{name:>11s}" for name in names) + f" {'bound':>11s}"
     for what, row in table.items():
         cells = [_errors([check.error for check in row if check.backend == name]) for name in names]
         bound = _errors([check.bound for check in row if check.backend == row[0].backend])
         verdict = "ok" if all(check.ok for check in row) else "FAILED"
-        yield f"{what:{width}s} " + " ".join(f"{cell:>15s}" for cell in (*cells, bound)) + f"  {verdict}"
+        yield f"{what:{width}s} " + " ".join(f"{cell:>11s}" for cell in (*cells, bound)) + f" {verdict}"
 
 
 def _errors(values: Sequence[float]) -> str:
-    return " / ".join(f"{value:.0e}" if value else "0" for value in values)
+    return " / ".join(f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e+") if value else "0" for value in values)
 
 
 # ---------------------------------------------------------------------- speed
@@ -268,7 +280,9 @@ def speed_lines(rates: Rates, speeds: Sequence[Speed]) -> Iterator[str]:
     """The limits of the hardware, then each operator beside its own."""
     if rates.multiply_add:
         yield f"multiply-adds on registers {rates.multiply_add / 1e9:.0f} GFLOP/s: the peak"
-    yield f"torch products             {rates.float32 / 1e9:.0f} GFLOP/s float32, {rates.bfloat16 / 1e9:.1f} bfloat16"
+    peak = "" if rates.multiply_add else " (the known peak)"
+    told = f"{rates.float32 / 1e9:.0f} GFLOP/s float32{peak}, {rates.bfloat16 / 1e9:.1f} bfloat16"
+    yield f"torch products             {told}"
     if rates.read:
         yield f"reading memory             {rates.read / 1e9:.1f} GB/s"
     yield f"copying memory             {rates.copy / 1e9:.1f} GB/s read and written"

@@ -19,10 +19,13 @@ def advice(facts: Facts, rates: Rates) -> list[str]:
 
 
 def _build_advice(facts: Facts) -> Iterator[str]:
-    if facts.compiler is None and sys.platform.startswith("linux"):
-        yield "No C++ compiler: the kernels fall back to slower torch forms. Install g++ (`apt install g++`)."
-    elif facts.compiler is None:
-        yield "No C++ compiler: the kernels fall back to slower torch forms. Install clang or g++."
+    reasons = {kernel.error for kernel in facts.kernels if kernel.error}
+    if facts.compiler is None:
+        install = "g++ (`apt install g++`)" if sys.platform.startswith("linux") else "clang or g++"
+        why = f" ({reason})" if len(reasons) == 1 and (reason := min(reasons)) else ""
+        yield f"No C++ compiler that works: the kernels fall back to slower torch forms{why}. Install {install}."
+    elif len(reasons) == 1 and all(kernel.error for kernel in facts.kernels):
+        yield f"No kernel can be built, slower torch forms stand in for them: {min(reasons)}"
     else:
         for kernel in facts.kernels:
             if kernel.error:

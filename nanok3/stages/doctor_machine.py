@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -145,11 +146,12 @@ def _gpu(index: int) -> str:
 
 
 def compiler() -> str | None:
-    """The compiler that builds the kernels, with its version."""
+    """The compiler that builds the kernels, with its version; None where there is none that answers."""
     found = next(filter(None, map(shutil.which, native.COMPILERS)), None)
-    if found is None:
+    try:
+        said = native.version(found) if found else ""
+    except native.NothingBuilds:  # the kernels say why
         return None
-    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False, timeout=60).stdout
     return f"{found}: {said.splitlines()[0]}" if said else found
 
 
@@ -190,6 +192,7 @@ def _build(name: str) -> Built:
     wall, clock = time.time(), time.perf_counter()
     try:
         library = native.build(name)
+        ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError, native.BuildError) as error:
         return Built(name, None, str(error))
     fresh = library.stat().st_mtime >= wall - 1

@@ -320,15 +320,35 @@ OPERATORS: tuple[Operator, ...] = (
     Operator("gated output norm", gated_norm, gated_norm_reference, draw_gated_norm),
     Operator("SiTU-GLU", situ_glu, situ_glu_reference, draw_situ),
     Operator("depth mix", mixed, mixed_reference, draw_mix),
-    Operator("linear", linear, F.linear, draw_linear, flops=lambda x, w: 2.0 * len(x) * w.numel()),
+    Operator(
+        "linear",
+        linear,
+        F.linear,
+        draw_linear,
+        flops=lambda x, w: 2.0 * len(x) * w.numel(),
+        why_torch="torch's product is the faster one on this processor",
+    ),
     Operator("experts", experts, experts_reference, draw_experts, flops=expert_flops),
     Operator("experts in MXFP4", packed_experts, packed_reference, draw_packed, gradients=False, reads=packed_reads),
     Operator("attention, prefill", attention, attention_reference, draw_attention, flops=attention_flops),
-    Operator("attention, decode", latent_attention, latent_reference, draw_latent),
+    Operator(
+        "attention, decode",
+        latent_attention,
+        latent_reference,
+        draw_latent,
+        why_torch="torch's; within a model see `token, all layers`",
+    ),
     Operator("attention, pictures", moonvit.attention, moonvit.attention_reference, draw_patches, flops=patch_flops),
     Operator("GELU, pictures", moonvit.gelu, gelu_reference, draw_gelu),
     Operator(
         "token, all layers", next_token, next_token_reference, draw_token, False, (torch.float32,), reads=token_reads
     ),
-    Operator("loss", cross_entropy, cross_entropy_reference, draw_loss, flops=lambda h, w, _: 2.0 * len(h) * w.numel()),
+    Operator(
+        "loss",
+        cross_entropy,
+        cross_entropy_reference,
+        draw_loss,
+        flops=lambda h, w, _: 2.0 * len(h) * w.numel(),
+        why_torch="torch's products, some of the tokens at a time",
+    ),
 )

@@ -37,7 +37,7 @@ class Rates:
 @dataclass(frozen=True)
 class Speed:
     """A forward call of an operator at the sizes of a small model, in float32, beside what limits it: `peak` for
-    arithmetic (operations a second), `read` or `copy` for memory (bytes a second)."""
+    arithmetic (operations a second), `read` for memory or, where reading was not measured, `copy` (bytes a second)."""
 
     operator: str
     seconds: float
@@ -82,7 +82,8 @@ def measure_operator(operator: Operator, rates: Rates, device: str = "cpu") -> S
     if operator.flops is not None:
         return Speed(operator.name, seconds, operator.flops(*inputs) / seconds, "peak", rates.peak)
     if operator.reads is not None:
-        return Speed(operator.name, seconds, operator.reads(*inputs) / seconds, "read", rates.read or rates.copy)
+        name, limit = ("read", rates.read) if rates.read else ("copy", rates.copy)
+        return Speed(operator.name, seconds, operator.reads(*inputs) / seconds, name, limit)
     results = [result] if isinstance(result, Tensor) else list(result)
     moved = sum(x.nbytes for x in (*inputs, *results) if isinstance(x, Tensor))
     return Speed(operator.name, seconds, moved / seconds, "copy", rates.copy)

@@ -78,7 +78,7 @@ QUICK = (
     "in pieces with a cache = at once",
     "a batch = each row alone",
     "packed documents = each alone",
-    "later tokens do not reach earlier ones",
+    "later tokens reach no earlier ones",
 )
 
 
@@ -113,9 +113,7 @@ def test_rows_that_see_each_other_are_seen():
 
 
 def test_a_look_ahead_is_seen():
-    assert "later tokens do not reach earlier ones" in failures(
-        lambda inner, x, *rest: inner(x, *rest) + x.mean(1, True)
-    )
+    assert "later tokens reach no earlier ones" in failures(lambda inner, x, *rest: inner(x, *rest) + x.mean(1, True))
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,16 @@ def test_without_a_name_they_are_listed(folder, capsys):
     ]
 
 
+def test_the_list_fits_into_a_terminal(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    scripts = benchmarks(checkout())
+    lines = list(bench.listed(scripts))
+    assert max(map(len, lines)) <= 80 < sum(map(len, lines)) / len(scripts)
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(scripts)
+    assert {len(line) - len(line.lstrip()) for line in lines} == {0, 23}
+
+
 def test_names_are_spelt_out_once(folder):
     scripts = benchmarks(folder)
     assert chosen(["good", "all"], scripts) == ["good", "bad"]

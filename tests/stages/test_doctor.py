@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 from nanok3.eval.exactness import Backend, Check, Operator
+from nanok3.eval.exactness_model import EQUALITIES
 from nanok3.kernels import native
 from nanok3.stages import doctor, doctor_machine
-from nanok3.stages.doctor import all_checks, backends, check_lines, reason, route_lines, routes_of
+from nanok3.stages.doctor import Route, all_checks, backends, check_lines, reason, route_lines, routes_of
 from nanok3.stages.doctor_advice import advice
 from nanok3.stages.doctor_machine import Built, Facts, Library, cpu_quota, libraries, memory, without_kernels
 from nanok3.stages.doctor_operators import OPERATORS
-from nanok3.stages.doctor_speed import Rates, measure_operator
+from nanok3.stages.doctor_speed import Rates, Speed, measure_operator
 
 FACTS = Facts(
     processor="a processor",
@@ -37,6 +40,7 @@ FACTS = Facts(
     libraries=(Library("torch", "2.13.0", ""), Library("pillow", "12", "vision"), Library("fla-core", None, "gpu")),
     kernels=(Built("kda", 3.0, None), Built("norms", None, None)),
 )
+FINE_KERNEL = Built("norms", None, None)
 RATES = Rates(multiply_add=1e11, float32=9e10, bfloat16=9e10, read=1e10, copy=2e10)
 NAMES = {operator.name: operator for operator in OPERATORS}
 
@@ -51,8 +55,16 @@ def test_a_good_machine_gets_no_advice():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"compiler": None}, r"No C\+\+ compiler"),
-        ({"kernels": (Built("kda", None, "g++ failed on kda.cpp"),)}, r"kda kernel cannot be built.*g\+\+ failed"),
+        ({"compiler": None}, r"No C\+\+ compiler that works: .* forms\. Install"),
+        ({"compiler": None, "kernels": (Built("kda", None, "it hangs"),)}, r"torch forms \(it hangs\)\. Install"),
+        (
+            {"kernels": (Built("kda", None, "a full disk"), Built("norms", None, "a full disk"))},
+            "^No kernel can be built.*: a full disk$",
+        ),
+        (
+            {"kernels": (Built("kda", None, "g++ failed on kda.cpp"), FINE_KERNEL)},
+            r"kda kernel cannot be built.*g\+\+ failed",
+        ),
         ({"threads": 8}, "8 threads on 4 cores.*--threads 4"),
         ({"quota": 1.5}, "4 threads on 1.5 cores.*--threads 1"),
         ({"wait_policy": "active"}, "OMP_WAIT_POLICY is 'active'"),
@@ -113,6 +125,25 @@ def test_what_cannot_be_built_says_why(monkeypatch):
     assert {built.error for built in doctor_machine.build_kernels()} == {"no C++ compiler found"}
 
 
+def test_a_library_that_does_not_load_is_told(monkeypatch, tmp_path):
+    """A compiler that wrote something else, or what the library needs is not there."""
+    (tmp_path / "kda.so").write_bytes(b"no library")
+    monkeypatch.setattr(native, "build", lambda name: tmp_path / "kda.so")
+    assert all("kda.so: file too short" in built.error for built in doctor_machine.build_kernels())
+
+
+@pytest.mark.parametrize("script", [None, b"\x7fELF" + bytes(60), b"#!/bin/sh\nexec sleep 30\n"])
+def test_a_compiler_that_is_none_does_not_end_it(script, monkeypatch, tmp_path):
+    if script is not None:
+        (tmp_path / "g++").write_bytes(script)
+        (tmp_path / "g++").chmod(0o755)
+    monkeypatch.setattr(native, "_useless", {})
+    monkeypatch.setattr(native, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin" if script else str(tmp_path))
+    if script is None or doctor_machine.shutil.which("g++") == str(tmp_path / "g++"):
+        assert doctor_machine.compiler() is None
+
+
 # ---------------------------------------------------------------------- which backend
 
 
@@ -128,7 +159,7 @@ def test_routes_come_from_running_the_operator():
         }
         broken = replace(FACTS, kernels=(Built("norms", None, "no compiler"),))
         assert {route.why for route in routes_of(NAMES["RMSNorm"], broken)} == {"norms cannot be built here"}
-    assert reason([], FACTS) == "torch's is used"
+    assert reason([], FACTS, "torch is as fast") == "torch is as fast"
 
 
 def test_a_second_line_only_where_bfloat16_goes_another_way():
@@ -153,7 +184,33 @@ def test_the_table_shows_every_backend_and_what_failed():
     bad = Check("x, float32", "torch", 1.0, 1e-5), Check("x, float32, gradients", "torch", 2e-7, 3e-5)
     heading, line = check_lines([*good, *bad])
     assert heading.split() == ["kernels", "torch", "bound"]
-    assert line.split("  ")[-1] == "FAILED" and "1e-07 / 2e-07" in line and "1e+00 / 2e-07" in line
+    assert line.split()[-1] == "FAILED" and "1e-7 / 2e-7" in line and "1e+0 / 2e-7" in line
+
+
+def test_all_tables_fit_into_a_terminal(monkeypatch):
+    """Of 80 columns, with a column for each of two backends."""
+    names = [*(f"{operator.name}, bfloat16" for operator in OPERATORS), *(name for name, *_ in EQUALITIES)]
+    checks = [Check(f"{name}{part}", b, 1e-7, 1e-5) for name in names for part in ("", ", gradients") for b in "kt"]
+    many = tuple(Library(f"a-long-name-{i}", "1.2.3+cpu", "vision") for i in range(20))
+    speeds = [Speed(operator.name, 1.0, 1e12, "peak", 1e12) for operator in OPERATORS]
+    way = "attention_cpu.causal_attention"
+    routes = [Route(operator.name, "cpu", "float32", way, f"{way} and 3 more", "our kernel") for operator in OPERATORS]
+    facts = replace(FACTS, libraries=many)
+    lines = [*check_lines(checks), *doctor.library_lines(facts), *route_lines(routes)]
+    lines += [*doctor.speed_lines(replace(RATES, multiply_add=None), speeds), *map(doctor.kernel_line, facts.kernels)]
+    assert len(lines) > 60 and [line for line in lines if len(line) > 78] == []
+    advised = doctor.wrapped("Install " + "one thing, " * 20, 2)
+    assert len(advised) > 2 and all(line.startswith("  ") for line in advised[1:])
+
+
+def test_without_a_compiler_the_limit_is_what_was_measured():
+    """Reading memory is measured by a kernel, and so is the peak."""
+    unknown = replace(RATES, multiply_add=None, read=None)
+    small = replace(NAMES["linear"], draw=lambda draw: (torch.ones(8, 8), torch.ones(8, 8)))
+    speed = measure_operator(replace(small, flops=None, reads=lambda x, w: w.nbytes), unknown)
+    assert (speed.limited_by, speed.limit) == ("copy", RATES.copy)
+    (products, copied, _) = doctor.speed_lines(unknown, [speed])
+    assert "float32 (the known peak)" in products and copied.startswith("copying memory")
 
 
 def test_speed_is_beside_the_right_limit():
@@ -200,6 +257,14 @@ def test_a_broken_operator_ends_it_with_status_1(operator, failed, tmp_path, cap
     assert {check["ok"] for check in found["checks"] if check["what"].startswith("broken, float32")} == {not failed}
     for title in ("Machine", "Libraries", "Kernels", "What every operator runs on", "Exactness", "Speed", "What to"):
         assert title in said
+
+
+def test_failures_are_told_also_where_the_record_cannot_be_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda *_: {"checks": [{"ok": False}, {"ok": True}]})
+    monkeypatch.setattr("nanok3.data.files.write_file", mock.Mock(side_effect=OSError("the disk is full")))
+    with pytest.raises(OSError, match="full"):
+        doctor.main(doctor.DoctorArgs(threads=1, json=tmp_path / "x.json"))
+    assert "1 of 2 checks FAILED" in capsys.readouterr().out
 
 
 def test_a_broken_backend_is_told_from_a_good_one():
