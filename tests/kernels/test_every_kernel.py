@@ -19,12 +19,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanok3.kernels
 from nanok3.kernels import (
     attention_cpu,
     attn_res_cpu,
     kda_cpu,
+    linear_cpu,
     native,
     norms_cpu,
     short_conv_cpu,
@@ -85,6 +87,14 @@ def _kda_inputs() -> list[Tensor]:
     return [q, torch.randn(1, T, HV, V), *gates, torch.randn(4, HV, K, V)]
 
 
+def _routed(z: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """For inference; expert 1 has no tokens."""
+    chosen = torch.arange(67)[:, None] % 2 * 2
+    with torch.no_grad():
+        y = linear_cpu.routed(z, chosen, torch.ones(67, 1), (w1, w2, w3), (4.0, 25.0))
+    return y.sum() + 0 * sum(x.sum() for x in (z, w1, w2, w3))
+
+
 ROW = (3, 67, 37)
 # A function to a number, how many of its first arguments may be bf16, and its arguments.
 CASES: dict[str, tuple[Callable[..., Tensor], int, Callable[[], list[Tensor]]]] = {
@@ -122,6 +132,17 @@ CASES: dict[str, tuple[Callable[..., Tensor], int, Callable[[], list[Tensor]]]] 
         2,
         lambda: [torch.randn(ROW), torch.randn(ROW), torch.randn(37)],
     ),
+    "linear": (lambda x, w: linear_cpu.linear(x, w).sin().sum(), 2, lambda: [torch.randn(ROW), torch.randn(21, 37)]),
+    "grouped": (
+        lambda x, w: linear_cpu.grouped_linear(x, w, torch.tensor([0, 17, 50])).sin().sum(),
+        2,
+        lambda: [torch.randn(67, 37), torch.randn(3, 21, 37)],
+    ),
+    "routed": (
+        _routed,
+        4,
+        lambda: [torch.randn(67, 37), *(torch.randn(3, *s) for s in ((21, 37), (37, 21), (21, 37)))],
+    ),
     "l2_norm": (lambda x: norms_cpu.l2_normalize(x).sin().sum(), 1, lambda: [torch.randn(ROW)]),
     "log_decay": (
         lambda z, a, b: norms_cpu.log_decay(z, a, b, -5.0).sin().sum(),
@@ -135,6 +156,23 @@ def results(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tenso
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves)]
+
+
+@needs_kernels
+def test_every_operator_has_a_case() -> None:
+    """A new one is written into fresh memory here, or it is missed: those that are called are all that there are."""
+    called: set[str] = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            called.add(op._schema.name)
+            return op(*args, **(kwargs or {}))
+
+    with Names():
+        for function, _, make in CASES.values():
+            results(function, make())
+    found = {name.removeprefix("nanok3::") for name in called if name.startswith("nanok3::")}
+    assert found | {"kda_step"} == registered(), "without gradients a step calls its kernel past torch"
 
 
 @needs_kernels

@@ -261,6 +261,30 @@ def test_packed_experts_are_their_dequantised_weights():
     assert torch.equal(one_by_one(decoder_of(packed), ids[0]), got[0])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts_that_no_row_chose_are_not_read(packed):
+    """NaN in all others, code 255 in their scales, changes no bit; in the chosen ones it is all there is."""
+    plain = make(**PACKABLE, num_hidden_layers=2, kda_layers=(1,), full_attn_layers=(2,), first_k_dense_replace=1)
+    model = pack(plain) if packed else plain
+    experts, router = model.model.layers[1].block_sparse_moe.experts, model.model.layers[1].block_sparse_moe.gate
+    chosen: list[int] = []
+    hook = router.register_forward_hook(lambda _m, _x, routing: chosen.extend(routing.chosen.flatten().tolist()))
+    ids = torch.tensor([[5]])
+    model(ids)
+    hook.remove()
+    assert 0 < len(set(chosen)) < model.cfg.num_experts
+    before = decoder_of(model).step_state(ids, model.new_state(1)).logits
+    for unread in (True, False):
+        which = [e for e in range(model.cfg.num_experts) if (e in chosen) != unread]
+        for name in ("w1", "w2", "w3"):
+            if packed:
+                experts.get_buffer(f"{name}_scale")[which] = 255
+            else:
+                experts.get_parameter(name)[which] = torch.nan
+        after = decoder_of(model).step_state(ids, model.new_state(1)).logits
+        assert torch.equal(after, before) if unread else after.isnan().all()
+
+
 # ------------------------------------------------------------------ ragged rows, pages, batches, threads
 
 
