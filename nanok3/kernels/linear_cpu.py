@@ -74,7 +74,10 @@ def linear(x: Float[Tensor, "*b I"], weight: Weight) -> Float[Tensor, "*b O"] | 
     flat = x.reshape(x.shape[:-1].numel(), inputs)
     if not rows.through_torch(x, *_tensors(weight)):
         return _forward(flat, weight, *_one_group(flat)).view(*x.shape[:-1], outputs)
-    return _linear(flat, weight).view(*x.shape[:-1], outputs) if _differentiable(x, weight) else NotImplemented
+    if not _differentiable(x, weight):
+        return NotImplemented
+    y = _linear(flat, weight) if x.requires_grad else _linear_of_data(weight, flat)
+    return y.view(*x.shape[:-1], outputs)
 
 
 def grouped_linear(
@@ -221,15 +224,21 @@ def _forward(x: Tensor, weight: Weight, counts: object, address: int, experts: i
 
 
 def _gradients(d_out: Tensor, x: Tensor, weight: Tensor, counts: object, address: int, experts: int) -> list[Tensor]:
-    d_out, x, weight = d_out.to(x.dtype).contiguous(), x.contiguous(), weight.contiguous()
-    dx, dw = torch.empty_like(x), torch.empty_like(weight)
-    number, threads = rows.DTYPES[x.dtype], torch.get_num_threads()
-    shape = (number, *weight.shape[-2:], address, experts)
+    d_out, weight = d_out.to(x.dtype).contiguous(), weight.contiguous()
+    dx = torch.empty(x.shape, dtype=x.dtype)
     inputs = rows.function("linear", "linear_inputs", "pptnnpnpn")
-    inputs(d_out.data_ptr(), weight.data_ptr(), *shape, dx.data_ptr(), threads)
+    shape = (rows.DTYPES[x.dtype], *weight.shape[-2:], address, experts)
+    inputs(d_out.data_ptr(), weight.data_ptr(), *shape, dx.data_ptr(), torch.get_num_threads())
+    return [dx, _weight_gradient(d_out, x, weight, counts, address, experts)]
+
+
+def _weight_gradient(d_out: Tensor, x: Tensor, weight: Tensor, counts: object, address: int, experts: int) -> Tensor:
+    d_out, x = d_out.to(x.dtype).contiguous(), x.contiguous()
+    dw = torch.empty(weight.shape, dtype=weight.dtype)
     weights = rows.function("linear", "linear_weights", "pptnnpnpn")
-    weights(d_out.data_ptr(), x.data_ptr(), *shape, dw.data_ptr(), threads)
-    return [dx, dw]
+    shape = (rows.DTYPES[x.dtype], *weight.shape[-2:], address, experts)
+    weights(d_out.data_ptr(), x.data_ptr(), *shape, dw.data_ptr(), torch.get_num_threads())
+    return dw
 
 
 def linear_forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -239,6 +248,15 @@ def linear_forward(x: Tensor, weight: Tensor) -> Tensor:
 def linear_backward(d_out: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
     """Gradients of x and weight."""
     return _gradients(d_out, x, weight, *_one_group(x), 1)
+
+
+def data_forward(weight: Tensor, x: Tensor) -> Tensor:
+    return linear_forward(x, weight)
+
+
+def data_backward(d_out: Tensor, weight: Tensor, x: Tensor) -> list[Tensor]:
+    """Gradient of weight alone: nobody asks for that of data, such as pixels."""
+    return [_weight_gradient(d_out, x, weight, *_one_group(x), 1)]
 
 
 def grouped_forward(x: Tensor, weight: Weight, counts: Tensor) -> Tensor:
@@ -291,6 +309,14 @@ _linear = rows.operator(
     linear_backward,
     gradients=2,
     fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]),
+)
+_linear_of_data = rows.operator(
+    "linear_of_data",
+    "Tensor weight, Tensor x",
+    data_forward,
+    data_backward,
+    gradients=1,
+    fake=lambda weight, x: x.new_empty(x.shape[0], weight.shape[0]),
 )
 _grouped = rows.operator(
     "grouped_linear",

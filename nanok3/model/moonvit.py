@@ -160,11 +160,12 @@ def attention(
     return attention_reference(qkv, turn, lengths) if o is NotImplemented else o
 
 
-def by_length(lengths: list[int]) -> tuple[list[int], Int[Tensor, " N"] | None]:
-    """The order of items that puts equal lengths side by side, and the patches in that order; None where it is the
-    order they are in."""
-    order = sorted(range(len(lengths)), key=lambda item: lengths[item])
-    if order == list(range(len(lengths))):
+def by_size(grids: list[Grid]) -> tuple[list[int], Int[Tensor, " N"] | None]:
+    """The order of items that puts equal lengths, and among them equal grids, side by side, and the patches in that
+    order; None where it is the order they are in."""
+    lengths = [t * h * w for t, h, w in grids]
+    order = sorted(range(len(grids)), key=lambda item: (lengths[item], grids[item]))
+    if order == list(range(len(grids))):
         return order, None
     starts = [0, *accumulate(lengths)]
     return order, torch.cat([torch.arange(starts[item], starts[item + 1]) for item in order])
@@ -173,12 +174,22 @@ def by_length(lengths: list[int]) -> tuple[list[int], Int[Tensor, " N"] | None]:
 # ---------------------------------------------------------------------- from patches to rows
 
 
-def merge_patches(x: Float[Tensor, "n D"], grid: Grid, merge: tuple[int, int]) -> Float[Tensor, "rows merged"]:
-    """Average one item over its frames and lay each 2 x 2 neighbourhood side by side, row by row."""
+def merge_patches(x: Float[Tensor, "N D"], grid: Grid, merge: tuple[int, int]) -> Float[Tensor, "rows merged"]:
+    """Average items of one grid over their frames and lay each 2 x 2 neighbourhood side by side, row by row."""
     t, h, w = grid
     (down, across), width = merge, x.shape[-1]
-    x = x.view(t, h // down, down, w // across, across, width).mean(dim=0)
-    return x.transpose(1, 2).reshape(-1, down * across * width)
+    x = x.view(-1, t, h // down, down, w // across, across, width).mean(dim=1)
+    return x.transpose(2, 3).reshape(-1, down * across * width)
+
+
+def merge_items(
+    x: Float[Tensor, "N D"], grids: list[Grid], merge: tuple[int, int]
+) -> list[Float[Tensor, "rows merged"]]:
+    """The rows of each item. Neighbours of one grid are merged together."""
+    runs = [(grid, len(list(equal))) for grid, equal in groupby(grids)]
+    pieces = x.split([t * h * w * count for (t, h, w), count in runs])
+    merged = (merge_patches(piece, grid, merge) for piece, (grid, _) in zip(pieces, runs, strict=True))
+    return [item for rows, (_, count) in zip(merged, runs, strict=True) for item in rows.chunk(count)]
 
 
 # ---------------------------------------------------------------------- modules, named as in the checkpoint
@@ -324,14 +335,13 @@ class MoonViT(nn.Module):
         if pixel_values.shape[1:] != expected:
             raise ValueError(f"pixel_values has patches of {tuple(pixel_values.shape[1:])}; expected {tuple(expected)}")
         grids = read_grids(grid_thw, len(pixel_values), self.merge, self.frames)
-        order, patches = by_length([t * h * w for t, h, w in grids])
+        order, patches = by_size(grids)
         if patches is not None:
             pixel_values, grids = pixel_values[patches.to(pixel_values.device)], [grids[item] for item in order]
         lengths = [t * h * w for t, h, w in grids]
         x = self.patch_embed(pixel_values, grids)
         turn = for_every_item(grids, lambda grid: turns(grid, self.head_width, x))
-        x = self.encoder(x, turn, lengths)
-        rows = [merge_patches(piece, grid, self.merge) for piece, grid in zip(x.split(lengths), grids, strict=True)]
+        rows = merge_items(self.encoder(x, turn, lengths), grids, self.merge)
         placed = dict(zip(order, rows, strict=True))
         return torch.cat([placed[item] for item in range(len(rows))])
 

@@ -132,6 +132,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], int, Callable[[], list[Tensor]]]] 
         2,
         lambda: [torch.randn(ROW), torch.randn(ROW), torch.randn(37)],
     ),
+    "linear of data": (
+        lambda x, w: linear_cpu.linear(x.detach(), w).sin().sum() + 0 * x.sum(),
+        2,
+        lambda: [torch.randn(ROW), torch.randn(21, 37)],
+    ),
     "linear": (lambda x, w: linear_cpu.linear(x, w).sin().sum(), 2, lambda: [torch.randn(ROW), torch.randn(21, 37)]),
     "grouped": (
         lambda x, w: linear_cpu.grouped_linear(x, w, torch.tensor([0, 17, 50])).sin().sum(),

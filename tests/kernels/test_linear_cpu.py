@@ -178,6 +178,19 @@ def test_operators_are_well_formed() -> None:
     torch.library.opcheck(torch.ops.nanok3.grouped_linear_bwd, (d_out, x.detach(), weight.detach(), counts))
     torch.library.opcheck(torch.ops.nanok3.linear_fwd, (x, weight[0].detach().requires_grad_()))
     torch.library.opcheck(torch.ops.nanok3.linear_bwd, (d_out, x.detach(), weight[0].detach()))
+    torch.library.opcheck(torch.ops.nanok3.linear_of_data_fwd, (weight[0].detach().requires_grad_(), x.detach()))
+    torch.library.opcheck(torch.ops.nanok3.linear_of_data_bwd, (d_out, weight[0].detach(), x.detach()))
+
+
+@pytest.mark.parametrize("dtype", FLOAT)
+def test_weights_of_data_get_the_same_gradient(dtype: torch.dtype) -> None:
+    """To the last bit, whether or not x wants one, too."""
+    x, d_out = torch.randn(2, 17, 40).to(dtype), torch.randn(2, 17, 33).to(dtype)
+    weight = torch.randn(33, 40).to(dtype).requires_grad_()
+    results = [
+        torch.autograd.grad(linear_cpu.linear(y, weight), weight, d_out) for y in (x, x.clone().requires_grad_())
+    ]
+    assert torch.equal(*(gradient for (gradient,) in results))
 
 
 def test_what_it_does_not_take() -> None:

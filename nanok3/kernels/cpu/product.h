@@ -134,7 +134,9 @@ struct LeftColumns {
   OUTLINE void strip(int64_t first, int count, int64_t k, int n, float* dst) const {
     for (int p = 0; p < n; ++p) {
       const T* src = data + (k + p) * ld + first;
-      if (count == MR) {
+      if (std::is_same_v<T, float> && count == MR) {
+        memcpy(dst + p * MR, src, MR * sizeof(float));
+      } else if (count == MR) {
         UNROLL
         for (int r = 0; r < MR; ++r) dst[p * MR + r] = read_one(src + r);
       } else {
@@ -263,6 +265,12 @@ constexpr bool kNarrow<RightRows<bf16>> = true;
 template <class F>
 constexpr bool kNarrow<RightTurned<F>> = !std::is_same_v<F, Float32Rows>;
 
+// Whether tiles that lie in the result as a whole are added up there, without sums of their own.
+template <class Out>
+constexpr bool kDirect = false;
+template <>
+constexpr bool kDirect<Rows<float>> = true;
+
 // out[row : row+rows, column : column+columns] = left right over `terms` terms; at most MC rows and NC columns.
 // Scratch holds kBlockFloats. No terms at all give zeros.
 template <class Left, class Right, class Out>
@@ -281,15 +289,21 @@ void multiply_block(const Left& left, const Right& right, const Out& out, int64_
     }
     for (int r = 0; r < rows; r += MR) {
       const int count = rows - r < MR ? rows - r : MR;
+      const int direct = kDirect<Out> && count == MR ? columns / NR * NR : 0;
       float* result = one_block ? sums : sums + size_t(r) * NC;
       if constexpr (pairs) left.strip_of_pairs(row + r, count, k, n, strip);
       else left.strip(row + r, count, k, n, strip);
       for (int c = 0; c < columns; c += NR) {
         const float* part = panel + size_t(c) * KC;
-        if constexpr (pairs) tile_of_pairs<Left::kByColumn>((n + 1) / 2, strip, part, result + c, NC, k > 0);
-        else tile<Left::kByColumn>(n, strip, part, result + c, NC, k > 0);
+        float* at = result + c;
+        int64_t ld = NC;
+        if constexpr (kDirect<Out>)
+          if (c < direct) at = out.data + (row + r) * out.ld + column + c, ld = out.ld;
+        if constexpr (pairs) tile_of_pairs<Left::kByColumn>((n + 1) / 2, strip, part, at, ld, k > 0);
+        else tile<Left::kByColumn>(n, strip, part, at, ld, k > 0);
       }
-      for (int i = 0; last && i < count; ++i) out.write_row(row + r + i, column, columns, result + size_t(i) * NC);
+      for (int i = 0; last && direct < columns && i < count; ++i)
+        out.write_row(row + r + i, column + direct, columns - direct, result + size_t(i) * NC + direct);
     }
   }
 }

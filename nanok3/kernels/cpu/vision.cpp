@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int BLOCK = MC;  // patches
+constexpr int BLOCK = 192;  // patches: whole strips of 4, 6 and 8
 
 // ---------------------------------------------------------------------- turning pairs of channels
 
