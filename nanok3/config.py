@@ -217,8 +217,8 @@ class K3Config:
 
     @classmethod
     def vision_tiny(cls, **changes: Any) -> K3Config:
-        """The demo's: `small` at 5 layers, with a tower of 3 layers, 128 wide. Both learn within minutes on a CPU."""
-        return replace(cls.small().at_depth(5, **_tower(128, layers=3)), **changes)
+        """The demo's: `small` at 4 layers, with a tower of 2 layers, 128 wide. Both learn within minutes on a CPU."""
+        return replace(cls.small().at_depth(4, **_tower(128, layers=2)), **changes)
 
     @classmethod
     def vision_small(cls, **changes: Any) -> K3Config:

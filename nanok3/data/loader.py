@@ -6,7 +6,8 @@ source that is furthest behind its share:
     source(k) = argmax over s of   weight_s * (k + 1) - rows taken from s before k
 
 where a source that takes part in some rows only (`spans`: from row a to row b) has its weight there and none elsewhere.
-What it leaves is shared by the others of its sort, pictures or texts, and the weights of a row add up to one. Inside a
+What it leaves is shared by the others of its sort, pictures or texts, and the weights of a row add up to one. At
+the start of a run pictures may have nearly all of it (`picture_lead`). Inside a
 source from its own stream: an epoch is a permutation of the documents, drawn from (seed, source, epoch); consecutive
 documents of it, about two million tokens, are packed into rows together, and these rows are shuffled, drawn from (seed,
 source, epoch, group). Workers share the sequence: a step of w ranks takes the next w * batch_size rows, and rank r
@@ -31,6 +32,8 @@ from nanok3.data.packing import Batch, Piece, check_fits, collate, rows_of
 from nanok3.data.prepared import TokenSource
 
 _GROUP_TOKENS = 1 << 21
+LEAD_SHARE = 0.95
+"""Of pictures while they lead. Some text stays, so that it is nothing new when its own rows come (ours)."""
 
 
 class _Stream:
@@ -96,7 +99,9 @@ class Span(NamedTuple):
 
 class MixtureLoader:
     """Iterates over `Batch`es for ever. `weights` are the sources' shares of the rows and need not sum to one;
-    `batch_size` is per rank; `spans` are the first row of each source and the row that ends it (None: all rows, never).
+    `batch_size` is per rank; `spans` are the first row of each source and the row that ends it (None: all rows, never);
+    until `reached` says that the share `picture_lead` of the run is done, 95 of 100 rows are pictures, where there are
+    both pictures and texts.
     Raises ValueError for a source without anything to predict, or with pictures in documents
     longer than a row."""
 
@@ -112,6 +117,7 @@ class MixtureLoader:
         patches_per_row: int | None = None,
         picture_text_weight: float = 1.0,
         spans: Sequence[Span] | None = None,
+        picture_lead: float = 0.0,
     ) -> None:
         _check(sources, weights, batch_size, seq_len, seed, rank, world)
         for source in sources:
@@ -122,9 +128,21 @@ class MixtureLoader:
         self.batch_size, self.seq_len, self.seed, self.rank, self.world = batch_size, seq_len, seed, rank, world
         self.weights = [weight / sum(weights) for weight in weights]
         self.spans = list(spans or [Span()] * len(sources))
-        self._stretches = _stretches(self.weights, self.spans, [source.pictures is not None for source in sources])
+        self.pictured = [source.pictures is not None for source in sources]
+        self.picture_lead = picture_lead if any(self.pictured) else 0.0
+        self._lead_until(math.inf if self.picture_lead else 0.0)
         self.streams = [_Stream(source, seed, seq_len, patches_per_row) for source in sources]
         self.taken = [0] * len(sources)
+
+    def _lead_until(self, row: float) -> None:
+        """Pictures lead up to a row, which is known once it is there."""
+        self._lead = row
+        self._stretches = _stretches(self.weights, self.spans, self.pictured, row)
+
+    def reached(self, share: float) -> None:
+        """How much of the run is done, from 0 to 1: the lead of pictures may end here."""
+        if self._lead == math.inf and share >= self.picture_lead:
+            self._lead_until(sum(self.taken))
 
     def __iter__(self) -> MixtureLoader:
         return self
@@ -137,6 +155,12 @@ class MixtureLoader:
             due, here = [d + share * (min(rows, end) - begin) for d, share in zip(due, shares, strict=True)], shares
         behind = [d - taken if share else -math.inf for d, taken, share in zip(due, self.taken, here, strict=True)]
         return behind.index(max(behind))
+
+    @property
+    def stretch(self) -> int:
+        """How many times the mixture has changed before the next row: losses of two mixtures are not comparable."""
+        rows = sum(self.taken)
+        return sum(begin <= rows for begin, _, _ in self._stretches) - 1
 
     def __next__(self) -> Batch:
         mine = []
@@ -154,6 +178,7 @@ class MixtureLoader:
         return {
             **({"patches_per_row": self.patches_per_row} if with_pictures else {}),
             **({"spans": [list(span) for span in self.spans]} if any(span != Span() for span in self.spans) else {}),
+            **({"picture_lead": self.picture_lead} if self.picture_lead else {}),
             "seed": self.seed,
             "seq_len": self.seq_len,
             "weights": self.weights,
@@ -164,7 +189,8 @@ class MixtureLoader:
         """The position after the last batch, the same on every rank: numbers and strings only."""
         positions = {stream.source.name: stream.position() for stream in self.streams}
         taken = {stream.source.name: taken for stream, taken in zip(self.streams, self.taken, strict=True)}
-        return {"identity": self._identity(), "rows": sum(self.taken), "taken": taken, "positions": positions}
+        rows, lead = sum(self.taken), {"lead": self._lead} if 0 < self._lead < math.inf else {}
+        return {"identity": self._identity(), "rows": rows, **lead, "taken": taken, "positions": positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position; batch size, rank and number of workers may differ. Raises ValueError if seed, row
@@ -181,24 +207,34 @@ class MixtureLoader:
                     f"{stream.position()} (numpy {np.__version__} shuffles differently)"
                 )
             self.taken[index] = state["taken"][stream.source.name]
+        self._lead_until(state.get("lead", math.inf if self.picture_lead else 0.0))
 
 
 def _stretches(
-    weights: Sequence[float], spans: Sequence[Span], pictured: Sequence[bool]
+    weights: Sequence[float], spans: Sequence[Span], pictured: Sequence[bool], lead: float = 0.0
 ) -> list[tuple[float, float, list[float]]]:
     """Stretches of rows in which the same sources take part: begin, end, and every source's share."""
     ends = [math.inf if span.end is None else float(span.end) for span in spans]
-    bounds = sorted({0.0, math.inf, *(float(span.begin) for span in spans), *ends})
+    bounds = sorted({0.0, math.inf, lead, *(float(span.begin) for span in spans), *ends})
     found = []
     for begin, end in pairwise(bounds):
+        now = _leading(weights, pictured) if begin < lead else weights
         here = [
-            weight if span.begin <= begin < last else 0.0
-            for weight, span, last in zip(weights, spans, ends, strict=True)
+            weight if span.begin <= begin < last else 0.0 for weight, span, last in zip(now, spans, ends, strict=True)
         ]
         if not sum(here):
             raise ValueError(f"spans: no source takes part from row {begin:.0f} on")
-        found.append((begin, end, here if all(here) else _shares(weights, here, pictured)))
+        found.append((begin, end, here if all(here) else _shares(now, here, pictured)))
     return found
+
+
+def _leading(weights: Sequence[float], pictured: Sequence[bool]) -> list[float]:
+    """The weights while pictures lead; they add up to one, as before."""
+    share = sum(weight for weight, has in zip(weights, pictured, strict=True) if has)
+    if not 0 < share < LEAD_SHARE:
+        return list(weights)
+    scales = {True: LEAD_SHARE / share, False: (1 - LEAD_SHARE) / (1 - share)}
+    return [weight * scales[has] for weight, has in zip(weights, pictured, strict=True)]
 
 
 def _shares(weights: Sequence[float], here: Sequence[float], pictured: Sequence[bool]) -> list[float]:

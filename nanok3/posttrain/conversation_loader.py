@@ -26,8 +26,12 @@ class ConversationLoader:
             raise ValueError("data: there are no conversations")
         self.source, self.batch_size, self.seq_len, self.seed = source, batch_size, seq_len, seed
         self.streams = [self]
+        self.stretch = 0  # one mixture from beginning to end
         self.digest = source.digest
         self._move_to(0, 0)
+
+    def reached(self, share: float) -> None:
+        """Conversations have no schedule of their own."""
 
     def _move_to(self, epoch: int, row: int) -> None:
         self.epoch, self.row = epoch, row

@@ -1,14 +1,15 @@
-"""`nanok3 demo`: the whole road on real text, in about twelve minutes on two cores.
+"""`nanok3 demo`: the whole road on real text and drawn pictures, in about twelve minutes on two cores.
 
     tokenizer    learn 4096 pieces from plays, conversations, code and exercises
-    data         split, deduplicate, encode
-    pretrain     a small K3: KDA, gated MLA, attention residuals, LatentMoE with Quantile Balancing, per-head Muon
-    eval         bits per byte on text it has not seen, beside zlib and xz; a recall probe
+    data         split, deduplicate, encode; draw pictures with captions and questions
+    pretrain     a small K3: KDA, gated MLA, attention residuals, LatentMoE with Quantile Balancing, per-head Muon,
+                 and a vision tower that learns with the text from the first step
+    eval         bits per byte on text it has not seen, beside zlib and xz; a recall probe; questions on pictures it
+                 has not seen, beside the same questions without the picture
     generate     three samples
     chat         it continues what you type; or, with --serve, a page in the browser and an API for OpenAI's clients
 
-With --pictures the text is mixed with drawn pictures and their captions, the model has a vision tower that learns with
-the rest, and it is asked about pictures it has not seen (docs/vision.md has what half an hour of this gives).
+With --no-pictures all of the time goes to text, and the model has no tower.
 
 Each step is a command that can be run by hand; the demo prints it, says how long it will take, and reuses what an
 earlier run has finished. An interrupted training goes on where it stopped.
@@ -31,15 +32,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-MODEL = ("--preset", "small", "--depth", "4")
+MODEL = ("--preset", "vision-tiny")
+"""With the preset's recipe (`RECIPES` in stages/pretrain.py)."""
+BLIND_MODEL = ("--preset", "small", "--depth", "4")
+"""The same without a tower."""
 ROWS = ("--train.batch-size", "4", "--train.seq-len", "512")
 RATES = ("--train.lr", "1.5e-2", "--train.adam-lr-scale", "0.6", "--train.final-lr-fraction", "0.03")
 PACE = ("--train.eval-every", "200", "--train.sample-every", "400", "--train.save-every", "400")
 """The model of the demo and how it is trained, found by measurement: docs/log.md has the search."""
-SEEING_MODEL = ("--preset", "vision-small")
-"""Three layers of text with a tower, and the preset's own recipe (docs/vision.md)."""
-PICTURES = ("--pictures", "0.7")
-"""Seven tenths of the tokens: a picture's words are few."""
+PICTURES = ("--pictures", "0.15", "--picture-kinds", "forms", "silhouettes", "tiles", "letters")
+"""What can be learned in the time: shapes in cells, and words with a letter a cell. The recipe of vision-tiny begins
+with little else than pictures, when the tower learns to see, and goes on with 15 in 100 (docs/vision.md)."""
+PICTURE_DOCUMENTS = 60_000
 PICTURE_FILE = "picture.png"
 PROMPTS = ("**HAMLET**\n", "A: hi, how are you?\nB:", "def add(a, b):\n")
 PROMPTS_FILE = "prompts.jsonl"
@@ -47,14 +51,14 @@ PROMPTS_FILE = "prompts.jsonl"
 
 @dataclass(frozen=True)
 class DemoArgs:
-    """Everything from raw text to a model you can talk to."""
+    """Everything from raw text and pictures to a model you can talk to."""
 
     out: Path | None = None
     """Folder for everything the demo makes, runs/demo or runs/demo-quick when not given; delete it to start over."""
     quick: bool = False
     """Little training, two minutes in all, to see that everything works."""
-    pictures: bool = False
-    """Learn from text and pictures together."""
+    pictures: bool = True
+    """Learn from text and pictures together; --no-pictures: from text alone."""
     minutes: float | None = None
     """Minutes of training; 8.5 when not given (0.6 with --quick)."""
     threads: int | None = None
@@ -148,13 +152,13 @@ def road(args: DemoArgs) -> list[Step]:
     learn = ["--max-bytes", "3000000"] if args.quick else []
     sample = ["--bytes", "50000"] if args.quick else []
     draw: list[str] = []
-    model: tuple[str, ...] = (*MODEL, *ROWS, *RATES)
+    model: tuple[str, ...] = (*BLIND_MODEL, *RATES)
     if args.pictures:
-        draw = [*PICTURES, "--picture-documents", "2000" if args.quick else "60000"]
-        model = SEEING_MODEL
+        draw = [*PICTURES, "--picture-documents", str(2000 if args.quick else PICTURE_DOCUMENTS)]
+        model = MODEL
         sample += ["--picture-questions", "20"] if args.quick else []
     train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", "--no-rules"]
-    train += [*model, *PACE]
+    train += [*model, *ROWS, *PACE]
     train += ["--train.minutes", f"{minutes:g}", *threads]
     if (run / "config.yaml").exists():
         train = ["pretrain", "--out", str(run), "--resume", *threads]

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 SEEING: dict[str, Any] = {"minutes": 30.0, "batch_size": 4, "precision": "float32"}
 SEEING |= {"lr": 5e-3, "vision_lr_scale": 0.25, "vision_optimizer": "muon"}
-RECIPES: dict[str, dict[str, Any]] = {"vision-small": SEEING}
+GLANCE: dict[str, Any] = {"batch_size": 4, "lr": 6e-3, "adam_lr_scale": 0.6, "final_lr_fraction": 0.03}
+GLANCE |= {"vision_lr_scale": 0.28, "vision_optimizer": "muon", "picture_lead": 0.33}
+RECIPES: dict[str, dict[str, Any]] = {"vision-small": SEEING, "vision-tiny": GLANCE}
 """How a preset is trained unless flags say otherwise, found by measurement (docs/vision.md)."""
 
 
@@ -270,6 +272,7 @@ def set_up(args: PretrainArgs) -> tuple[Trainer, Prepared]:
         settings.seed,
         picture_text_weight=settings.picture_text_weight,
         spans=mixture_spans(data, args.mixture),
+        picture_lead=settings.picture_lead,
     )
     tokenizer = data.tokenizer()
     sizes = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size - 256)] + [0] * 256)

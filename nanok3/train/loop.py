@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 import re
 import signal
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -62,6 +61,11 @@ class Batches(Protocol):
 
     @property
     def streams(self) -> Iterable[Any]: ...
+
+    @property
+    def stretch(self) -> int: ...
+
+    def reached(self, share: float) -> None: ...
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -167,7 +171,11 @@ class Trainer:
         """Forward, backward and update for `accumulate` microbatches; TrainingStopped on NaN or a spike, before the
         weights are touched."""
         self.model.train()
+        stretch = self.loader.stretch
+        self.loader.reached(self.share_done)
         batches = [next(self.batches).to(self.device) for _ in range(self.settings.accumulate)]
+        if self.loader.stretch != stretch:
+            self.progress.losses = []
         tokens = sum(count_targets(b.targets) for b in batches)
         weight = sum(sum_of_weights(b.targets, b.weights) for b in batches)
         self.mtp.begin(batches)
@@ -226,7 +234,8 @@ class Trainer:
     def _check(self, loss: float, grad_norm: float, ids: list[Any]) -> None:
         recent = self.progress.losses
         bound = self.settings.spike_nats
-        spike = bound > 0 and len(recent) >= 20 and loss > statistics.fmean(recent) + bound
+        # Above the highest, not the mean: a step may hold few words of pictures or many of a text.
+        spike = bound > 0 and len(recent) >= 20 and loss > max(recent) + bound
         if math.isfinite(loss) and math.isfinite(grad_norm) and not spike:
             self.progress.losses = [*recent, loss][-50:]
             return
@@ -239,6 +248,12 @@ class Trainer:
         raise TrainingStopped(message)
 
     # ------------------------------------------------------------------ the run
+
+    @property
+    def share_done(self) -> float:
+        """Of the schedule."""
+        p, s = self.progress, self.settings
+        return p.fraction if s.minutes is not None else p.step / max(s.steps or 1, 1)
 
     @property
     def done(self) -> bool:
@@ -322,9 +337,9 @@ class Trainer:
         return tokens_per_second * self.flops_per_token / self.peak_flops
 
     def _line(self, result: StepResult, seconds: float) -> str:
-        p, s = self.progress, self.settings
+        p = self.progress
         rate = result.tokens / max(seconds, 1e-9)
-        share = p.fraction if s.minutes is not None else p.step / max(s.steps or 1, 1)
+        share = self.share_done
         left = p.seconds * (1 - share) / max(share, 1e-9)
         parts = [
             f"step {p.step:5d}",

@@ -13,6 +13,7 @@ from nanok3.data import loader as loader_module
 from nanok3.data import prepared
 from nanok3.data.loader import MixtureLoader, Span
 from nanok3.data.packing import NO_TARGET, Batch
+from nanok3.data.pictures.kinds import PictureMix
 from nanok3.data.plan import Source
 from nanok3.data.prepared import Prepared, TokenSource, prepare
 from nanok3.data.tokenizer import Tokenizer
@@ -32,6 +33,15 @@ def sources(tmp_path: Path, tokenizer: Tokenizer, prose: str, monkeypatch: pytes
     mixture = [Source("a", 3.0, tmp_path / "a.jsonl"), Source("b", 1.0, tmp_path / "b.jsonl")]
     prepare(mixture, tokenizer, tmp_path / "out")
     return Prepared(tmp_path / "out").sources()
+
+
+@pytest.fixture
+def seen(tmp_path: Path, tokenizer: Tokenizer, prose: str) -> list[TokenSource]:
+    """A text and pictures."""
+    (tmp_path / "text.txt").write_text(prose * 20)
+    mix = PictureMix(0.2, 60, ("shapes",))
+    prepare([Source("text", 1.0, tmp_path / "text.txt")], tokenizer, tmp_path / "seen", 0.0, pictures=mix)
+    return Prepared(tmp_path / "seen").sources()
 
 
 def rows_of(batch: Batch) -> list[tuple]:
@@ -237,6 +247,9 @@ def test_a_source_may_take_part_in_some_rows_only(sources: list[TokenSource]) ->
     names = [next(loader).ids[0].source for _ in range(70)]
     second = [at for at, name in enumerate(names) if name == sources[1].name]
     assert len(second) == 15 and min(second) >= 20 and max(second) < 50
+    loader = MixtureLoader(sources, [1.0, 1.0], 1, T, spans=[Span(), Span(20, 50)])
+    stretches = [(loader.stretch, next(loader))[0] for _ in range(70)]
+    assert stretches == [0] * 20 + [1] * 30 + [2] * 20
     swapped = MixtureLoader(sources, [1.0, 3.0], 1, T, spans=[Span(8), Span(0, 8)])
     firsts = [next(swapped) for _ in range(5)]
     again = MixtureLoader(sources, [1.0, 3.0], 1, T, spans=[Span(8), Span(0, 8)])
@@ -261,3 +274,51 @@ def test_what_waits_leaves_its_rows_to_its_own_sort() -> None:
         assert share == pytest.approx(expected)
     (_, _, alone), _ = loader_module._stretches([0.5, 0.5], [Span(), Span(3)], [False, True])
     assert alone == [1, 0]
+
+
+def test_pictures_may_lead() -> None:
+    """In the first rows they have 95 of 100, whichever of them take part; then every source has its weight."""
+    weights, pictured = [0.45, 0.15, 0.1, 0.3], [False, False, True, True]
+    found = loader_module._stretches(weights, [Span(), Span(), Span(), Span(8)], pictured, 12)
+    assert [begin for begin, _, _ in found] == [0, 8, 12]
+    shares = [0.0375, 0.0125, 0.95, 0], [0.0375, 0.0125, 0.2375, 0.7125], weights
+    for (_, _, share), expected in zip(found, shares, strict=True):
+        assert share == pytest.approx(expected)
+    few_texts = [0.02, 0.98]
+    assert all(
+        share == few_texts for _, _, share in loader_module._stretches(few_texts, [Span()] * 2, [False, True], 9)
+    )
+
+
+def test_without_pictures_nothing_leads(sources: list[TokenSource]) -> None:
+    plain, led = (MixtureLoader(sources, [1.0, 1.0], 2, T, picture_lead=share) for share in (0.0, 0.5))
+    assert [next(plain).ids for _ in range(12)] == [next(led).ids for _ in range(12)]
+    assert plain.state_dict() == led.state_dict()
+
+
+def test_the_lead_ends_where_the_run_says(seen: list[TokenSource]) -> None:
+    """And a restored position goes on the same, before and after the end."""
+
+    def loader() -> MixtureLoader:
+        return MixtureLoader(seen, [0.8, 0.2], 4, 256, picture_lead=0.5)
+
+    def pictured(loader: MixtureLoader, steps: int, share: float) -> list[bool]:
+        found = []
+        for _ in range(steps):
+            loader.reached(share)
+            for _, _, segments in rows_of(next(loader)):
+                found.append(segments[0][0].source == "shapes")
+        return found
+
+    first = loader()
+    assert sum(pictured(first, 10, 0.4)) == 38 and first.stretch == 0
+    middle = json.loads(json.dumps(first.state_dict()))
+    after = pictured(first, 10, 0.6)
+    assert sum(after) == 8 and first.stretch == 1
+    second = loader()
+    second.load_state_dict(middle)
+    assert pictured(second, 10, 0.6) == after
+    third = loader()
+    third.load_state_dict(json.loads(json.dumps(second.state_dict())))
+    rest = pictured(third, 5, 0.7)
+    assert rest == pictured(first, 5, 0.7) == pictured(second, 5, 0.7) and third.stretch == 1

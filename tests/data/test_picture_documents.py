@@ -294,7 +294,7 @@ def test_a_mix_divides_documents_and_weights() -> None:
 
 
 def test_kinds_wait_for_forms_only_where_there_are_any() -> None:
-    assert kinds.PictureMix(0.2, 10, ("forms", "tiles")).begins() == {"forms": 0, "tiles": 2000}
+    assert kinds.PictureMix(0.2, 10, ("forms", "tiles")).begins() == {"forms": 0, "tiles": 800}
     assert kinds.PictureMix(0.2, 10, ("shapes", "tiles")).begins() == {"shapes": 0, "tiles": 0}
 
 

@@ -270,6 +270,7 @@ def test_a_run_with_pictures_samples_measures_and_reports_them(seen: Path, tmp_p
 def test_a_run_with_pictures_killed_and_resumed_is_the_same_run(seen: Path, tmp_path: Path) -> None:
     """Interrupted at a checkpoint and gone on with in a new process's place: the same weights, the tower's too."""
     flags = ("--train.steps", "4", "--train.save-every", "2", "--train.sample-every", "0", "--no-evaluate")
+    flags += ("--train.picture-lead", "0.6")
     assert see(seen, tmp_path / "whole", *flags) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "model")

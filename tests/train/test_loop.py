@@ -137,6 +137,16 @@ def test_a_spike_stops(make_trainer) -> None:
     trainer.train_step()
 
 
+def test_losses_of_another_mixture_are_no_measure_of_a_spike(make_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(spike_nats=1.0)
+    trainer.progress.losses = [2.0] * 30
+    now = iter((0, 1))
+    monkeypatch.setattr(type(trainer.loader), "stretch", property(lambda loader: next(now)))
+    assert trainer.progress.losses == [2.0] * 30
+    loss = trainer.train_step().loss
+    assert loss > 3 and trainer.progress.losses == [loss]
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(make_trainer, tmp_path: Path) -> None:
     lines: list[str] = []
     trainer = make_trainer(tmp_path / "run", steps=10_000)

@@ -63,7 +63,7 @@ WEIGHTS = {
 """Shares of the picture documents, before they are scaled to one."""
 
 _SECOND, _THIRD = ("letters", "tiles"), ("shapes", "places", "spelling")
-BEGINS = {"silhouettes": 600} | dict.fromkeys(_SECOND, 2000) | dict.fromkeys(_THIRD, 3000)
+BEGINS = {"silhouettes": 480} | dict.fromkeys(_SECOND, 800) | dict.fromkeys(_THIRD, 2000)
 """Rows of a run before a kind takes part, where there are `forms` to begin with. A new tower learns these within 120
 steps of four rows and keeps them; with all questions at once they come much later (docs/vision.md)."""
 
