@@ -155,7 +155,8 @@ def road(args: DemoArgs) -> list[Step]:
     model: tuple[str, ...] = (*BLIND_MODEL, *RATES)
     if args.pictures:
         draw = [*PICTURES, "--picture-documents", str(2000 if args.quick else PICTURE_DOCUMENTS)]
-        model = MODEL
+        # Half a minute is too short to see anything, with a lead or without one.
+        model = (*MODEL, "--train.picture-lead", "0") if args.quick else MODEL
         sample += ["--picture-questions", "20"] if args.quick else []
     train = ["pretrain", "--data", str(data), "--out", str(run), "--no-evaluate", "--no-rules"]
     train += [*model, *ROWS, *PACE]
