@@ -2,14 +2,16 @@
 
     python bench/vision.py                              the tower of the preset vision-small, forward and with gradients
     python bench/vision.py --width 1024 --layers 2      two blocks of the release's
+    python bench/vision.py --dtype bfloat16             weights, pixels and all between them in bf16
 
     ours              nanok3/model/moonvit.py
     transformers      `Kimi_K25VisionModel` with SDPA, which it takes by itself: the tower of the model before K3. It
                       has the same products and attention, but LayerNorm, biases and bicubic positions
 
 Three mixes: the pictures of a training batch (small, of many sizes, most sizes more than once), photographs of all
-kinds of sizes, and one large picture. Each contender gets the same patches and grids in one call. The two towers have
-other weights, so that their features are not compared; ours are held to the official values by the tests.
+kinds of sizes, and one large picture. Each contender gets the same patches and grids in one call. As in training, the C
+library keeps freed memory, which helps both. The two towers have other weights, so that their features are not
+compared; ours are held to the official values by the tests.
 
 Preparing means all that lies between the bytes of a PNG and the patches; what decoding takes of it stands beside.
 """
@@ -25,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import harness
 import peers
@@ -36,14 +39,18 @@ from torch import Tensor, nn
 from nanok3.config import K3Config
 from nanok3.data import images
 from nanok3.model.moonvit import MoonViT
+from nanok3.train.machine import keep_freed_memory
 
 
 @dataclass
 class Options(harness.Options):
     width: int = 192
     layers: int = 4
+    dtype: Literal["float32", "bfloat16"] = "float32"
     backward: bool = True
     """Also time forward and backward together."""
+    prepare: bool = True
+    """Also time the preparation of pictures."""
     json: Path = Path("runs/bench/vision.json")
 
 
@@ -84,16 +91,21 @@ def towers(options: Options, table: harness.Table) -> None:
         looks["transformers"] = their_tower(options)
     except peers.Unavailable as reason:
         print(f"transformers is left out: {reason}")
+    dtype = getattr(torch, options.dtype)
+    for tower, _ in looks.values():
+        tower.to(dtype)
     for name, grids in mixes().items():
         thw = torch.tensor(grids)
         patches = int(thw.prod(dim=1).sum())
         torch.manual_seed(0)
-        pixels = torch.randn(patches, 3, 14, 14)
+        pixels = torch.randn(patches, 3, 14, 14).to(dtype)
         ways = {"forward": _forward, "with gradients": _both} if options.backward else {"forward": _forward}
         for way, run in ways.items():
             contenders = {who: partial(run, *each, pixels, thw) for who, each in looks.items()}
             seconds = harness.rounds(contenders, options.rounds, options.clock())
-            table.add(harness.rows_of(f"{name}, {way}", seconds, "ours", partial(_rate, "patches", patches)))
+            table.add(
+                harness.rows_of(f"{name}, {way}, {options.dtype}", seconds, "ours", partial(_rate, "patches", patches))
+            )
 
 
 def _rate(what: str, count: int, _contender: str, seconds: float) -> harness.Record:
@@ -143,11 +155,13 @@ def _decode(content: bytes) -> None:
 
 def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
+    keep_freed_memory()
     print(harness.machine_line(options.threads))
     began = time.perf_counter()
     seen, prepared = harness.Table(), harness.Table()
     towers(options, seen)
-    preparation(options, prepared)
+    if options.prepare:
+        preparation(options, prepared)
     harness.write_json(options.json, seen.records + prepared.records, options)
     print(f"{options.json} after {time.perf_counter() - began:.0f} s")
 

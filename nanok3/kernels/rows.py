@@ -1,8 +1,8 @@
 """What the torch faces of the row kernels share: which tensors they take, and how autograd and C are reached.
 
-`situ_cpu`, `attn_res_cpu`, `norms_cpu` and `short_conv_cpu` compute in one pass over memory what torch does in many.
-Each registers torch custom operators, so that autograd and torch.compile know them; where nothing is to be
-differentiated or traced the C function is called at once, which is what decoding one token wants.
+`situ_cpu`, `attn_res_cpu`, `norms_cpu`, `short_conv_cpu` and `vision_cpu` compute in one pass over memory what torch
+does in many. Each registers torch custom operators, so that autograd and torch.compile know them; where nothing is to
+be differentiated or traced the C function is called at once, which is what decoding one token wants.
 """
 
 from __future__ import annotations
