@@ -12,7 +12,8 @@ processor. Of an animation the first frame is taken. Exact to the bit with Pillo
 decoder are meant.
 
 Files are read from strangers, so before anything is decoded the header must name one of `FORMATS` and a size
-within `ImageLimits.pixels`; what is refused raises ValueError with the source and the reason.
+within `ImageLimits.pixels`, and what decodes slowly is bounded: a few bytes are a whole scan of a progressive JPEG,
+and Pillow reads run-length coded BMP in Python. What is refused raises ValueError with the source and the reason.
 
 Source: the official kimi_k3_vision_processing.py (specification 3.8). The limits on files and the cache are
 ours.
@@ -26,6 +27,7 @@ import hashlib
 import io
 import math
 import os
+import re
 import stat
 import threading
 from collections import OrderedDict
@@ -56,12 +58,15 @@ FORMATS = {
 }
 """File formats that are read, by Pillow's name, and the types under which a data URL may announce them."""
 
+JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])", re.DOTALL)
+"""Of those that a length follows, and the start and the end of a picture."""
+
 Source: TypeAlias = "str | os.PathLike[str] | bytes | PILImage"
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What is shrunk (the first two, the release's values) and what is refused (the last two)."""
+    """What is shrunk (the first two, the release's values) and what is refused (the others)."""
 
     patches: int = 65536
     patches_per_side: int = 512
@@ -69,6 +74,10 @@ class ImageLimits:
     """Width times height in the header. 67 million of them, with alpha, take 1 GB at the peak. Pillow has a limit
     of its own, 179 million, that stays."""
     file_bytes: int = 2**28
+    scans: int = 100
+    """Of a JPEG, each of which goes over the whole picture; encoders write about ten."""
+    run_length_pixels: int = 2**22
+    """Of a run-length coded BMP."""
 
 
 RELEASE = ImageLimits()
@@ -232,6 +241,8 @@ def _read(source: str | os.PathLike[str] | bytes, limits: ImageLimits) -> tuple[
 def read_file(path: str | os.PathLike[str], limits: ImageLimits) -> bytes:
     """The content of a file, and one byte more than `limits.file_bytes` of a longer one. ValueError for what is no
     readable regular file, and for addresses."""
+    if "\0" in str(path):
+        raise ValueError(f"{str(path)!r}: cannot be read (a zero byte in its name)")
     if "://" in str(path):
         raise ValueError(f"{path}: addresses are not fetched; pass a path, bytes or a base64 data URL")
     try:
@@ -278,7 +289,23 @@ def _decode(data: bytes, name: str, announced: str | None, limits: ImageLimits) 
     kind = "JPEG" if picture.format == "MPO" else picture.format  # a camera's JPEG with further frames
     if announced is not None and announced not in FORMATS[kind]:
         raise ValueError(f"{name}: announced as {announced}, but its content is {FORMATS[kind][0]}")
+    if kind == "JPEG" and count_scans(data) > limits.scans:
+        raise ValueError(f"{name}: a JPEG of {count_scans(data)} scans; at most {limits.scans} are decoded")
+    width, height = picture.size
+    if picture.tile and picture.tile[0][0] == "bmp_rle" and width * height > limits.run_length_pixels:
+        what = f"a run-length coded BMP of {width} x {height} = {width * height} pixels"
+        raise ValueError(f"{name}: {what}; at most {limits.run_length_pixels} are decoded")
     return _prepare(picture, name, limits)
+
+
+def count_scans(data: bytes) -> int:
+    """The scans of a JPEG, up to the end of the picture: what follows it, and the previews in its segments, is not
+    decoded."""
+    found, at = 0, 2
+    while (marker := JPEG_MARKER.search(data, at)) and marker[1] != b"\xd9":
+        found += marker[1] == b"\xda"
+        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
+    return found
 
 
 def _prepare(picture: PILImage, name: str, limits: ImageLimits) -> Image:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -185,10 +186,12 @@ class _Sampled:
     def _sample(self, container: Any, stream: Any) -> Iterator[tuple[float, PILImage]]:
         first, last, taken = None, 0.0, 0
         due = 0  # the number of the next frame in multiples of 1 / rate
+        end = 0.0
         for number, frame in enumerate(self._decoded(container, stream)):
             time = frame.time if frame.time is not None else number / float(stream.average_rate or 25)
             first = time if first is None else first
             last = time - first
+            end = max(end, last + float((frame.duration or 0) * (frame.time_base or 0)))
             if last < due / self.limits.rate - 1e-3:
                 continue
             due = int((last + 1e-3) * self.limits.rate) + 1
@@ -196,7 +199,7 @@ class _Sampled:
             taken += 1
             if taken == self.limits.frames:
                 return
-        self._note_the_end(stream, last)
+        self._note_the_end(_promised(container, stream), end)
 
     def _decoded(self, container: Any, stream: Any) -> Iterator[Any]:
         """Frames up to the end or the first error."""
@@ -213,17 +216,35 @@ class _Sampled:
 
     def _whole(self, container: Any, stream: Any) -> Iterator[Any]:
         try:
-            yield from container.decode(stream)
+            for packet in container.demux(stream):
+                if packet.is_corrupt:
+                    self.damage = f"its bytes are damaged at {_seconds(packet.pts, packet.time_base)}"
+                yield from packet.decode()
         except Exception as error:  # as above
             self.damage = f"it cannot be decoded to its end ({error})"
 
-    def _note_the_end(self, stream: Any, last: float) -> None:
-        """A file cut short often ends without an error, but before its time."""
-        if stream.duration is None or self.damage:
-            return
-        promised = float(stream.duration * stream.time_base)
-        if last < 0.9 * promised - 1:
-            self.damage = f"it ends after {last:.1f} of {promised:.1f} s"
+    def _note_the_end(self, promised: float | None, end: float) -> None:
+        """A file cut short often ends without an error, but before its time. A quarter of a second and a tenth may be
+        missing, since headers are not that exact."""
+        if promised is not None and self.damage is None and end < 0.9 * promised - 0.25:
+            self.damage = f"it ends after {end:.1f} of {promised:.1f} s"
+
+
+def _promised(container: Any, stream: Any) -> float | None:
+    """How long the pictures are by the header; None where that says nothing of them. Matroska has it as a tag of the
+    stream, or of all streams together, of which sound may be longer."""
+    if stream.duration is not None:
+        return float(stream.duration * stream.time_base)
+    tag = re.fullmatch(r"(\d+):(\d+):(\d+(?:\.\d+)?)", stream.metadata.get("DURATION", ""))
+    if tag:
+        return 3600 * int(tag[1]) + 60 * int(tag[2]) + float(tag[3])
+    if container.duration is not None and len(container.streams) == 1:
+        return float(container.duration / 1_000_000)
+    return None
+
+
+def _seconds(pts: int | None, base: Any) -> str:
+    return "an unknown time" if pts is None or base is None else f"{float(pts * base):.3f} s"
 
 
 def _upright(frame: Any) -> PILImage:

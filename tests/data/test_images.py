@@ -21,7 +21,7 @@ from PIL import Image as Pillow
 from safetensors.numpy import load_file
 
 from nanok3.data import images
-from nanok3.data.images import ImageCache, ImageLimits, normalize, plan_size, preprocess_image
+from nanok3.data.images import ImageCache, ImageLimits, count_scans, normalize, plan_size, preprocess_image
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "images"
 GOLDEN = json.loads((FIXTURES / "cases.json").read_text())
@@ -241,6 +241,37 @@ def test_a_damaged_file_gives_pixels_or_a_value_error(kind):
     assert refused > 0
 
 
+def test_what_decodes_slowly_is_refused():
+    """A scan of a flat picture takes fourteen bytes of the file, a line of run lengths four."""
+    whole = encoded(Pillow.new("L", (64, 64), 90), "JPEG", progressive=True)
+    scans = count_scans(whole)
+    assert scans == whole.count(b"\xff\xda") > 3
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    for more, fits in ((100 - scans, True), (101 - scans, False), (9000, False)):
+        many = whole[:-2] + more * last + b"\xff\xd9"
+        if fits:
+            assert preprocess_image(many).size == (64, 64)
+        else:
+            with pytest.raises(ValueError, match=f"a JPEG of {scans + more} scans; at most 100 are decoded"):
+                preprocess_image(many)
+    preview = b"\xff\xe1" + struct.pack(">H", 302) + 150 * b"\xff\xda"
+    assert count_scans(whole[:2] + preview + whole[2:] + 900 * b"\xff\xda") == scans
+    assert count_scans(b"\xff\xd8\xff\xda") == 1 and count_scans(b"") == 0
+    assert preprocess_image(run_lengths(64)).size == (64, 64)
+    with pytest.raises(ValueError, match="a run-length coded BMP of 64 x 64 = 4096 pixels; at most 4095 are decoded"):
+        preprocess_image(run_lengths(64), ImageLimits(run_length_pixels=4095))
+    with pytest.raises(ValueError, match=r"bytes: a run-length coded BMP of 5000 x 5000 = 25000000 pixels"):
+        preprocess_image(run_lengths(5000))
+
+
+def run_lengths(side):
+    """A BMP whose lines are one pixel each, and nothing up to their ends."""
+    lines = b"\x01\x00\x00\x00" * side + b"\x00\x01"
+    start = 14 + 40 + 1024
+    header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(lines), 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", start + len(lines), 0, 0, start) + header + bytes(1024) + lines
+
+
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "empty.png").touch()
     with pytest.raises(ValueError, match=r"empty\.png: empty, no image in it"):
@@ -275,6 +306,11 @@ def test_paths_that_are_no_files_are_refused(tmp_path):
     for source, message in cases.items():
         with pytest.raises(ValueError, match=message):
             preprocess_image(source)
+
+
+def test_a_name_with_a_zero_byte_is_refused():
+    with pytest.raises(ValueError, match=r"'a\\x00b.png': cannot be read \(a zero byte"):
+        preprocess_image("a\0b.png")
 
 
 def test_a_file_above_the_limit_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import sys
 from fractions import Fraction
@@ -116,14 +117,32 @@ def test_frames_are_shown_upright(degrees: int, corner: tuple[int, int]) -> None
 
 def test_a_file_cut_short_gives_what_is_whole_and_says_so(tmp_path: Path) -> None:
     data = film([i / 8 for i in range(48)])
+    assert read_video(data).damage is None
     video = read_video(data[: len(data) // 2])
     assert 3 <= len(video.chunks) < 12 and video.chunks[0].start == 0
+    assert video.damage is not None and re.fullmatch(r"it ends after [123]\.\d of 5\.9 s", video.damage)
     mp4 = film([i / 8 for i in range(48)], "mp4", tmp_path / "whole.mp4", movflags="faststart")
     cut = read_video(mp4[: int(len(mp4) * 0.6)])
     assert cut.damage is not None and 1 <= len(cut.chunks) < 12
     broken = bytearray(data)
     broken[len(data) // 2 : len(data) // 2 + 4000] = bytes(4000)
     assert 1 <= len(read_video(bytes(broken)).chunks) <= 12
+
+
+@pytest.mark.parametrize("kind", ["matroska", "mp4", "avi"])
+def test_a_last_frame_that_stays_is_no_damage(kind: str) -> None:
+    """Two seconds of a picture at the end of three are the file's own; so are frames at any distance."""
+    assert read_video(film([0.0, 0.1, 1.0], kind)).damage is None
+    assert read_video(film([0.0, 0.3, 0.31, 2.9, 3.0], kind)).damage is None
+
+
+def test_lost_packets_of_a_stream_are_told() -> None:
+    """A transport stream goes on behind a hole; whoever counts its packets knows."""
+    data = film([i / 25 for i in range(75)], "mpegts")
+    assert read_video(data).damage is None
+    middle = len(data) // 376 * 188
+    damage = read_video(data[:middle] + data[middle + 5 * 188 :]).damage
+    assert damage is not None and damage.startswith("its bytes are damaged at ")
 
 
 def test_a_frame_keeps_to_its_patches() -> None:
