@@ -27,6 +27,7 @@ from torch import Tensor
 from nanok3.data.files import replacing, write_file
 from nanok3.data.images import RELEASE, ImageSize, pillow, plan_size, preprocess_image
 from nanok3.data.picture_text import PlacedPicture
+from nanok3.data.video import CHUNK
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
@@ -194,12 +195,20 @@ class PictureShards:
         return torch.cat([preprocess_image(frame, RELEASE).pixel_values for frame in self.frames(picture)])
 
 
+def read_array(path: Path) -> np.ndarray:
+    """A `.npy` file of numbers; ValueError for anything else."""
+    try:
+        found = np.load(path)
+    except Exception as error:  # a damaged header makes numpy raise anything: of tokens, of memory, of archives
+        raise ValueError(f"{path}: unreadable ({error}); prepare the data again") from error
+    if not isinstance(found, np.ndarray):
+        raise ValueError(f"{path}: unreadable (an archive of arrays); prepare the data again")
+    return found
+
+
 def read_index(path: Path, pack: Path, entry: dict[str, Any]) -> np.ndarray:
     """The lines of an index; ValueError unless they fit the manifest and the size of the pack."""
-    try:
-        lines = np.load(path)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path}: unreadable ({error})") from error
+    lines = read_array(path)
     if lines.dtype != np.int64 or lines.shape != (entry["pictures"], len(COLUMNS)):
         raise ValueError(f"{path}: {lines.dtype} {lines.shape}; expected {entry['pictures']} lines of {len(COLUMNS)}")
     if not pack.is_file():
@@ -207,17 +216,16 @@ def read_index(path: Path, pack: Path, entry: dict[str, Any]) -> np.ndarray:
     ends = lines[:, 4] + lines[:, 5]
     if (lines < 0).any() or (np.diff(lines[:, 0]) < 0).any() or ends.max(initial=0) != pack.stat().st_size:
         raise ValueError(f"{path}: its places do not fit {pack.name} ({pack.stat().st_size} bytes)")
-    if (lines[:, 5:] < 1).any() or (lines[:, 7:] > 1 << 16).any():
+    if (lines[:, 5:] < 1).any() or (lines[:, 6] > CHUNK).any() or (lines[:, 7:] > 1 << 16).any():
         raise ValueError(f"{path}: a picture of impossible size")
+    if len(lines) and lines[-1, 0] >= entry["documents"]:
+        raise ValueError(f"{path}: a picture of document {lines[-1, 0]}, but the shard has {entry['documents']}")
     return lines
 
 
 def read_told(path: Path) -> np.ndarray:
     """The lines of the third file; ValueError for what cannot be such lines."""
-    try:
-        lines = np.load(path)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path}: unreadable ({error}); prepare the data again") from error
+    lines = read_array(path)
     if lines.dtype != np.int64 or lines.ndim != 2 or lines.shape[1] != 3:
         raise ValueError(f"{path}: {lines.dtype} {lines.shape}; expected lines of three")
     if (np.diff(lines[:, 0]) < 0).any() or (lines < 0).any() or (lines[:, 1] >= lines[:, 2]).any():
@@ -230,8 +238,6 @@ def verify_pictures(shard: Path, entry: dict[str, Any], pads: np.ndarray, starts
     their places in the ids of the shard, `starts` where its documents begin."""
     pack, index = files_of(shard)
     lines = read_index(index, pack, entry)
-    if len(lines) and lines[-1, 0] >= len(starts) - 1:
-        raise ValueError(f"{index}: a picture of document {lines[-1, 0]}, but the shard has {len(starts) - 1}")
     runs = [np.arange(p.rows) + starts[p.document] + p.token for p in (StoredPicture(0, *x) for x in lines.tolist())]
     if not np.array_equal(np.concatenate([*runs, np.zeros(0, np.int64)]), pads):
         raise ValueError(f"{index}: damaged, its pictures are not where the ids have placeholders")

@@ -29,7 +29,14 @@ import numpy as np
 
 from nanok3.data.corpus import Document, Report, log_skipped
 from nanok3.data.files import replacing, write_file
-from nanok3.data.picture_shards import PICTURE_SHARD, PictureShards, PictureWriter, StoredPicture, verify_pictures
+from nanok3.data.picture_shards import (
+    PICTURE_SHARD,
+    PictureShards,
+    PictureWriter,
+    StoredPicture,
+    read_array,
+    verify_pictures,
+)
 from nanok3.data.picture_sources import WORD_BYTES, check_mix, drawn, write_kind
 from nanok3.data.picture_text import PlacedPicture, media_pad_id
 from nanok3.data.pictures.document import Question
@@ -299,10 +306,7 @@ def _check_size(path: Path, size: int) -> None:
 
 def _read_starts(path: Path, shard: dict[str, Any]) -> np.ndarray:
     """Where the documents of a shard begin, and the end, (documents + 1,)."""
-    try:
-        starts = np.load(path)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path}: unreadable ({error})") from error
+    starts = read_array(path)
     if starts.dtype.kind != "i" or starts.shape != (shard["documents"] + 1,):
         raise ValueError(f"{path}: {starts.dtype} {starts.shape}; expected {shard['documents'] + 1} integers")
     if starts[0] != 0 or starts[-1] != shard["tokens"] or (np.diff(starts) < 1).any():

@@ -127,12 +127,16 @@ def _picture_cells(line: dict[str, int]) -> list[str]:
 
 def picture_mix(args: DataArgs) -> PictureMix | None:
     """The pictures that are asked for. Raises ValueError for flags that ask for pictures without a share."""
+    from nanok3.data.files import check_file
     from nanok3.data.pictures.kinds import PROFILE_KINDS, PictureMix
 
     if args.pictures == 0:
-        if args.picture_kinds or args.contact_sheet is not None:
-            raise ValueError("pictures: 0; picture_kinds and contact_sheet need a share, as in --pictures 0.2")
+        if args.picture_kinds or args.contact_sheet is not None or args.picture_documents != DataArgs.picture_documents:
+            wrong = "picture_documents, picture_kinds and contact_sheet need a share, as in --pictures 0.2"
+            raise ValueError(f"pictures: 0; {wrong}")
         return None
+    if args.contact_sheet is not None:
+        check_file("contact_sheet", args.contact_sheet)
     return PictureMix(args.pictures, args.picture_documents, args.picture_kinds or PROFILE_KINDS[args.profile])
 
 

@@ -74,9 +74,14 @@ def test_pictures_beside_texts(corpora: Path, capsys: pytest.CaptureFixture[str]
     assert (corpora / "sheet.png").read_bytes().startswith(b"\x89PNG") and "shows 10 picture documents" in shown
     batch = next(MixtureLoader(opened.sources(), opened.weights(), 4, 160))
     assert batch.pictures is not None
-    for wrong in (["--contact-sheet", corpora / "x.png"], ["--picture-kinds", "words"]):
-        with pytest.raises(ValueError, match="pictures: 0; picture_kinds and contact_sheet need a share"):
+    for wrong in (["--contact-sheet", corpora / "x.png"], ["--picture-kinds", "words"], ["--picture-documents", "9"]):
+        with pytest.raises(ValueError, match="pictures: 0; picture_documents, picture_kinds and contact_sheet need"):
             run(data, data.DataArgs, *flags, *wrong)
+    before = (corpora / "data" / "manifest.json").stat()
+    for sheet in (corpora, corpora / "sheet.png" / "x.png"):
+        with pytest.raises(ValueError, match="contact_sheet is"):
+            run(data, data.DataArgs, *flags, *chosen, "--contact-sheet", sheet)
+    assert (corpora / "data" / "manifest.json").stat() == before
     with pytest.raises(ValueError, match=r"pictures: 1\.5; expected a share"):
         run(data, data.DataArgs, *flags, "--pictures", "1.5")
 
