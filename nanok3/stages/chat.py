@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ HELP = """\
 /max-tokens N     length of an answer
 /save FILE        write the text so far to a file
 /image FILE       a picture for your next line, if the model sees
+/ask QUESTION     ask in the form of the picture documents: Question: ... Answer: ...
 /help, /quit
 Text is joined by a newline, or directly if it begins with a blank; an empty line lets the model go on. A line that
 begins with / is written with a second one. Ctrl-C ends an answer and keeps what was said; at the prompt it quits."""
@@ -76,7 +78,16 @@ class Chat:
         pairs = zip([None, *self.history], self.history)
         return self.opened.tokenizer.decode([token for before, token in pairs if token != pad or before != pad])
 
-    def say(self, line: str, show: Callable[[str], None]) -> Completion:
+    def ask(self, question: str, show: Callable[[str], None]) -> Completion:
+        """Ask as the picture documents do, whose answers end with their lines. ValueError as of `say`."""
+        from nanok3.data.pictures.document import question_text
+
+        if not question:
+            raise ValueError("/ask needs a question")
+        params = replace(self.params, stop=(*self.params.stop, "\n"))
+        return self.say(question_text(question).removeprefix("\n"), show, params)
+
+    def say(self, line: str, show: Callable[[str], None], params: SamplingParams | None = None) -> Completion:
         """Add the user's line and let the model continue. ValueError if there is nothing to read or no room left."""
         from nanok3.serve.generate import generate, room
 
@@ -90,8 +101,9 @@ class Chat:
         self.history[read:] = ids
         self.attached = []
         self.pictures = [picture for picture in self.pictures if picture.end > read] + list(shown)
+        params = params or self.params
         completion = generate(
-            model, tokenizer, ids, self.params, self.state, show, generator=self.generator, images=self.pictures
+            model, tokenizer, ids, params, self.state, show, generator=self.generator, images=self.pictures
         )
         ended = completion.ids[-1:] in ([tokenizer.eos_id], [tokenizer.end_of_msg_id])
         self.history += completion.ids[:-1] if ended else completion.ids  # without its end, the text can go on
@@ -133,10 +145,15 @@ def main(args: ChatArgs) -> None:
         sys.stdin.reconfigure(errors="replace")
     show = printer()
     while (line := read_line(terminal)) is not None and line.strip() not in ("/quit", "/exit"):
-        if line.startswith("/") and not line.startswith("//"):
+        if line.startswith("/") and not line.startswith("//") and not is_question(line):
             print(command(chat, line), flush=True)
         else:
-            take_turn(chat, line.removeprefix("/"), show, terminal)
+            take_turn(chat, line, show, terminal)
+
+
+def is_question(line: str) -> bool:
+    """Whether a line is `/ask` and what is asked."""
+    return line.split(" ", 1)[0].rstrip() == "/ask"
 
 
 def banner(opened: OpenModel) -> str:
@@ -159,7 +176,7 @@ def read_line(terminal: bool) -> str | None:
 def take_turn(chat: Chat, line: str, show: Callable[[str], None], terminal: bool) -> None:
     """One answer, its speed, and what to do about Ctrl-C: back to the prompt, or out of the pipe."""
     try:
-        completion = chat.say(line, show)
+        completion = chat.ask(line[5:].strip(), show) if is_question(line) else chat.say(line.removeprefix("/"), show)
     except ValueError as error:
         print(f"({error})", flush=True)
         return
@@ -212,15 +229,17 @@ def save(chat: Chat, name: str) -> str:
 
 
 def image(chat: Chat, name: str) -> str:
-    """Take a picture for the next line. ValueError for a file that is none."""
+    """Take a picture for the next line; quotes around its path are left out. ValueError for a file that is none."""
     from nanok3.data.images import preprocess_image
 
     if not chat.opened.model.cfg.has_vision:
         return "(this model has no vision tower; pictures need a model that has one)"
     if not name:
         return "(/image needs the name of a file)"
+    if len(name) > 1 and name[0] == name[-1] and name[0] in "'\"":
+        name = name[1:-1]
     try:
-        found = preprocess_image(Path(name).expanduser())
+        found = preprocess_image(os.path.expanduser(name))  # a Path would make another address of an address
     except ImportError as error:
         return f"(/image: {error})"
     chat.attached.append(found)

@@ -12,6 +12,7 @@ from seeing import drawing, picture, seeing_model
 import nanok3
 import nanok3.serve.generate as generation
 from nanok3.config import K3Config
+from nanok3.data.pictures.document import question_text
 from nanok3.data.tokenizer import Tokenizer
 from nanok3.model.decoder import K3
 from nanok3.serve.generate import generate, stream, unnamed_ids
@@ -134,8 +135,23 @@ def test_commands(model, files, tmp_path, monkeypatch, capsys):
     (tmp_path / "bad.png").write_bytes(b"no")
     with pytest.raises(ValueError, match="not an image"):
         main(GenerateArgs(text="a", image=(tmp_path / "bad.png",), **flags))
-    lines = f"/image\n/image {tmp_path / 'bad.png'}\n/image {files[0]}\nwhat?\n"
+    lines = f"/image\n/image {tmp_path / 'bad.png'}\n/image http://a/b.png\n/image '{files[0]}'\nwhat?\n/ask\n"
     monkeypatch.setattr(sys, "stdin", StringIO(lines))
     chat_stage.main(ChatArgs(**flags))
     out, err = capsys.readouterr()
     assert "needs the name" in out and "not an image" in out and "12 tokens, goes with" in out and "prompt: " in err
+    assert "http://a/b.png: addresses are not fetched" in out and "(/ask needs a question)" in out
+
+
+def test_a_question_in_the_form_of_the_documents(model, files, tmp_path):
+    """Behind the picture, as in data/pictures/document.py; the answer ends with its line."""
+    chat = Chat(OpenModel(model, TOKENIZER, tmp_path, None), GREEDY)
+    command(chat, f"/image {files[0]}")
+    done = chat.ask("Which colour?", nothing)
+    shown = TOKENIZER.encode(picture(1).prompt, allow_special=True)
+    ids = [*shown, *question_text("Which colour?").encode()]
+    assert bytes(ids[len(shown) :]) == b"\nQuestion: Which colour?\nAnswer:"
+    assert done.ids == whole(model, ids, [picture(1)])[: len(done.ids)] and "\n" not in done.text
+    assert chat.params == GREEDY
+    with pytest.raises(ValueError, match="needs a question"):
+        chat.ask("", nothing)
