@@ -29,6 +29,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from nanok3.data.files import check_file
+
+MAY_BE_ZERO = frozenset({"burst", "depths", "loop_up_to", "random_prefix_len", "seed", "slow_up_to"})
+"""Flags of some benchmark of which 0 is a number like others; of all others it must be 1 at least."""
+MOST_THREADS = 1024
 Clock = Callable[[], float]
 Record = dict[str, Any]
 
@@ -43,6 +48,21 @@ class Options:
     """Count the process's CPU seconds instead of the clock: for a machine with other work, with one thread only."""
     json: Path = Path("runs/bench/unnamed.json")
     """Where the figures go."""
+
+    def __post_init__(self) -> None:
+        """SystemExit for a number that measures nothing, and for a place that cannot be written to: before the hours
+        of measuring that would be lost."""
+        for name, value in vars(self).items():
+            least = 0 if name in MAY_BE_ZERO else 1
+            for number in value if isinstance(value, list | tuple) else [value]:
+                if type(number) is int and number < least:
+                    raise SystemExit(f"{name} is {number}; it must be at least {least}")
+        if self.threads > MOST_THREADS:
+            raise SystemExit(f"threads is {self.threads}; it must lie between 1 and {MOST_THREADS}")
+        try:
+            check_file("json", self.json)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
 
     def clock(self) -> Clock:
         if self.cpu_time and self.threads > 1:

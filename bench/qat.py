@@ -87,6 +87,7 @@ class Options(harness.Options):
 
     def __post_init__(self) -> None:
         steps, rounds = (500, 4) if self.model == "text" else (300, 2)
+        super().__post_init__()
         self.steps, self.rounds = self.steps or steps, self.rounds or rounds
         if not 0 < self.qat_steps < self.steps:
             raise SystemExit(f"qat_steps is {self.qat_steps}; it must lie between 1 and steps - 1 = {self.steps - 1}")

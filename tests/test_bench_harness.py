@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,48 @@ def test_different_results_are_not_timed(harness):
 def test_cpu_time_of_many_threads_is_refused(harness):
     with pytest.raises(SystemExit, match="--threads 1"):
         harness.Options(threads=2, cpu_time=True).clock()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"threads": 0}, "threads is 0; it must be at least 1"),
+        ({"threads": 10**9}, "threads is 1000000000; it must lie between 1 and 1024"),
+        ({"rounds": -3}, "rounds is -3; it must be at least 1"),
+        ({"tokens": [8, 0]}, "tokens is 0; it must be at least 1"),
+        ({"depths": [0, -1]}, "depths is -1; it must be at least 0"),
+    ],
+)
+def test_a_number_that_measures_nothing_is_refused(harness, flags, said):
+    @dataclass
+    class Options(harness.Options):
+        tokens: list[int] = field(default_factory=lambda: [1])
+        depths: list[int] = field(default_factory=lambda: [0])
+        name: str | None = None
+
+    Options(threads=1024, tokens=[1, 2], depths=[0])
+    with pytest.raises(SystemExit, match=said):
+        Options(**flags)
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_measured(harness, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match=r"json is .*file/x\.json; .*file is no folder"):
+        harness.Options(json=tmp_path / "file" / "x.json")
+    with pytest.raises(SystemExit, match="which is a folder"):
+        harness.Options(json=tmp_path)
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in BENCH.glob("*.py")))
+def test_every_benchmarks_own_flags_are_allowed(script, monkeypatch):
+    """What it does without flags passes the check; -1 does not, whatever else it checks."""
+    if "Options):" not in (BENCH / f"{script}.py").read_text():
+        return
+    monkeypatch.syspath_prepend(str(BENCH))
+    options = importlib.import_module(script).Options
+    options()
+    with pytest.raises(SystemExit, match="threads is -1; it must be at least 1"):
+        options(threads=-1)
 
 
 def test_a_table_lines_up_and_keeps_its_records(harness, capsys):
