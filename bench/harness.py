@@ -22,11 +22,13 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from nanok3.data.files import check_file
@@ -34,6 +36,8 @@ from nanok3.data.files import check_file
 MAY_BE_ZERO = frozenset({"burst", "depths", "loop_up_to", "random_prefix_len", "seed", "slow_up_to"})
 """Flags of some benchmark of which 0 is a number like others; of all others it must be 1 at least."""
 MOST_THREADS = 1024
+CLOSED_PIPE = 141
+"""Status of a program whose reader is gone, as a shell gives it: 128 and the number of SIGPIPE."""
 Clock = Callable[[], float]
 Record = dict[str, Any]
 
@@ -86,6 +90,17 @@ class Row:
         """As a flat record."""
         flat = asdict(self)
         return {**{name: value for name, value in flat.items() if name != "more"}, **self.more}
+
+
+def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ctrl-C, and `| head`, which closes the pipe, are no errors of a benchmark: it ends without a traceback."""
+    if issubclass(kind, BrokenPipeError):
+        os._exit(CLOSED_PIPE)
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _end
 
 
 # ---------------------------------------------------------------------- measuring

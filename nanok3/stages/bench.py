@@ -44,6 +44,8 @@ TIMES = {
 TOO_LONG = ("qat", "quality")
 """For `all`: who wants them names them."""
 FOLDER = Path("runs/bench")
+CLOSED_PIPE = 141
+"""Status of a benchmark whose reader is gone (`| head`), as bench/harness.py gives it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,10 @@ def run(name: str, script: Path, args: BenchArgs) -> bool:
     if args.json != FOLDER:
         flags += ["--json", str(args.json / f"{name}.json")]
     print(f"\n== {name}: {about(script)}", flush=True)
-    return subprocess.run([sys.executable, *flags], env=environment(args.threads), check=False).returncode == 0
+    status = subprocess.run([sys.executable, *flags], env=environment(args.threads), check=False).returncode
+    if status == CLOSED_PIPE:
+        raise BrokenPipeError
+    return status == 0
 
 
 def environment(threads: int | None) -> dict[str, str]:

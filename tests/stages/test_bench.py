@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -114,6 +116,22 @@ def test_a_failure_does_not_stop_the_others_but_is_told(folder, capfd):
         main(BenchArgs(names=("bad", "good")))
     assert ended.value.code == 1 and "failed: bad" in capfd.readouterr().err
     assert (folder.parent / "runs/bench/good.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [("KeyboardInterrupt", b""), ("BrokenPipeError", b""), ("OSError", b"Trace")]
+)
+def test_the_readers_end_and_the_users_are_no_tracebacks(folder, error, said):
+    (folder / "ends.py").write_text(f"import harness\nraise {error}\n")
+    done = subprocess.run([sys.executable, folder / "ends.py"], capture_output=True, check=False)
+    assert done.stderr[:5] == said and done.returncode != 0
+    assert (done.returncode == bench.CLOSED_PIPE) == (error == "BrokenPipeError")
+
+
+def test_a_closed_pipe_ends_all_of_them(folder):
+    (folder / "good.py").write_text("import harness\nraise BrokenPipeError\n")
+    with pytest.raises(BrokenPipeError):
+        bench.run("good", folder / "good.py", BenchArgs())
 
 
 def test_the_report_is_one_table_a_file(folder):
