@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from nanok3.data.corpus import Document, Report, log_skipped
-from nanok3.data.files import replacing, write_file
+from nanok3.data.files import remove_left, replacing, write_file
 from nanok3.data.picture_shards import (
     PICTURE_SHARD,
     PictureShards,
@@ -197,6 +197,13 @@ def _check_apart(folder: Path, sources: Sequence[Source]) -> None:
             raise ValueError(f"out: {folder} overlaps the source {source.path}; choose a folder apart from the sources")
 
 
+def _remove_left(folder: Path) -> None:
+    """What a run that was killed was writing, and would lie there unseen."""
+    for split in SPLITS:
+        for left in (folder / split).glob(".*-????????"):
+            remove_left(left.with_name(left.name[1:-9]))
+
+
 def prepare(
     sources: Sequence[Source],
     tokenizer: Tokenizer,
@@ -219,6 +226,7 @@ def prepare(
     progress("reading " + ", ".join(source.name for source in sources))
     plans = plan(sources, validation, seed, cache, report)
     (folder / MANIFEST).unlink(missing_ok=True)  # from here on the folder is not whole
+    _remove_left(folder)
     written = {}
     for each in plans:
         progress(f"encoding {each.source.name}")
@@ -344,7 +352,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         _check_shape(path, manifest, {"media_pad_id": int}, "manifest")
     for name, entry in manifest["sources"].items():
         _check_shape(path, entry, _ENTRY, f"sources.{name}")
-        if "pictures" in entry["train"]:
+        if "begin" in entry or any("pictures" in entry[split] for split in SPLITS):
             _check_shape(path, entry, _PICTURE_ENTRY, f"sources.{name}")
     if manifest["dtype"] not in ("uint16", "uint32"):
         raise ValueError(f"{path}: dtype {manifest['dtype']!r}; expected uint16 or uint32")
@@ -443,5 +451,8 @@ class Prepared:
         if "pictures" in shard:
             pads = np.flatnonzero(ids == self.manifest["media_pad_id"])
             verify_pictures(self.folder / shard["name"], shard, pads, starts)
+        elif (ids == self.manifest.get("media_pad_id", -1)).any():
+            path = self.folder / MANIFEST
+            raise ValueError(f"{path}: {shard['name']} has placeholders of pictures, but no pictures")
         if not np.array_equal(starts[1:] - 1, np.flatnonzero(ids == self.manifest["eos_id"])):
             raise ValueError(f"{path.with_suffix('.npy')}: damaged, documents do not begin after [EOS]")

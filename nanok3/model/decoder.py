@@ -269,6 +269,8 @@ class K3(nn.Module):
                 features = self.vision(pixel_values, grid_thw)
             assert features is not None
             embedded = self._with_pictures(embedded, input_ids, features, grid_thw, cu_seqlens)
+        elif state is None and self.cfg.has_vision and _can_look(input_ids):  # with a state, a guess may be read
+            self._check_no_pictures(input_ids)
         with _RouterTap(self.model.layers, hidden):
             final = self.model(embedded, cu_seqlens, state, hidden)
         if state is not None:
@@ -290,6 +292,15 @@ class K3(nn.Module):
         if cu_seqlens is not None and spliced.shape[1] != embedded.shape[1]:
             raise ValueError("packed rows need one placeholder per feature row: cu_seqlens counts expanded tokens")
         return spliced
+
+    def _check_no_pictures(self, input_ids: Tensor) -> None:
+        pad = self.cfg.media_placeholder_token_id
+        assert pad is not None
+        pads = int((input_ids == pad).sum())
+        if pads:
+            raise ValueError(
+                f"input_ids holds {pads} placeholders (id {pad}) and no pictures were given; each needs a feature row"
+            )
 
     def _check(self, input_ids: Tensor, cu_seqlens: Tensor | None, state: ModelState | PackedState | None) -> None:
         if input_ids.ndim != 2 or input_ids.dtype not in (torch.int32, torch.int64):
@@ -313,8 +324,7 @@ class K3(nn.Module):
             if state.batch_size != sequences:
                 what = "cu_seqlens" if packed else "input_ids"
                 raise ValueError(f"the state holds {state.batch_size} sequences, {what} {sequences}")
-        # Elsewhere, looking at values would wait for the GPU, break a traced graph, or find none.
-        if type(input_ids) is Tensor and input_ids.is_cpu and not torch.compiler.is_compiling():
+        if _can_look(input_ids):
             least, most = (int(bound) for bound in input_ids.aminmax())
             if least < 0 or most >= self.cfg.vocab_size:
                 wrong = least if least < 0 else most
@@ -322,6 +332,11 @@ class K3(nn.Module):
 
     def _dtype(self) -> torch.dtype:
         return self.compute_dtype or self.model.embed_tokens.weight.dtype
+
+
+def _can_look(ids: Tensor) -> bool:
+    """Elsewhere, looking at values would wait for the GPU, break a traced graph, or find none."""
+    return type(ids) is Tensor and ids.is_cpu and not torch.compiler.is_compiling()
 
 
 def _wholly(state: ModelState | PackedState | None) -> AbstractContextManager[None]:

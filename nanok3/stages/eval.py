@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json as json_format
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -76,6 +77,9 @@ def main(args: EvalArgs) -> None:
     with_pictures = picture_folders(data)
     if args.pictures and with_pictures and opened.model.cfg.has_vision:
         found["pictures"] = see(opened, with_pictures, args.picture_questions)
+    elif args.pictures and (with_pictures or opened.model.cfg.has_vision):
+        missing = "the data has no held-out pictures" if not with_pictures else "this model has no vision tower"
+        print(f"pictures: {missing}, so none is asked about", file=sys.stderr)
     if run is not None:
         complete(run, found)
     if args.json:

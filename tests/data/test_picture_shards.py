@@ -189,6 +189,18 @@ def test_text_and_pictures_come_in_one_stream_from_the_first_step(loader: Mixtur
     assert loader.taken[0] == 24 and sum(loader.taken) == 40
 
 
+def test_no_batch_is_much_more_work_for_the_tower_than_another(folder: Path) -> None:
+    """Rows of pictures come by their share, each of at most so many patches: here two of the five in every batch."""
+    opened = Prepared(folder)
+    loader = MixtureLoader(opened.sources(), opened.weights(), 5, T, 3, patches_per_row=160)
+    most = max(160, *(int(source.patches.max()) for source in opened.sources()))
+    for _ in range(12):
+        batch = next(loader)
+        with_pictures = {place // T for place in batch.pictures.places.tolist()}
+        assert len(with_pictures) == 2
+        assert 0 < batch.pictures.grid_thw.prod(1).sum() <= 2 * most
+
+
 def check_batch_of_mixture(batch: Batch, sources: list[TokenSource]) -> None:
     assert batch.pictures is not None
     rows = [row for row in range(len(batch.input_ids)) if "prose" not in {s.source for s in _row(batch, row)}]
@@ -337,6 +349,34 @@ def test_an_index_that_lies_is_found(folder: Path, tmp_path: Path) -> None:
         np.save(index, changed)
         with pytest.raises(ValueError, match=wrong):
             Prepared(copy).verify()
+
+
+def test_a_manifest_that_forgot_pictures_is_found(folder: Path, tmp_path: Path) -> None:
+    """Its placeholders would be read as words."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    path = copy / "manifest.json"
+    for forgotten, wrong in (
+        (["pictures"], r"sources\.shapes\.train\S* has no 'pictures'"),
+        (["patches"], r"sources\.shapes\.train\S* has no 'patches'"),
+        (["pictures_sha256"], r"shards\[0\] has no 'pictures_sha256'"),
+        (["pictures", "patches", "pictures_sha256"], r"sources\.shapes\.train\S* has no 'pictures'"),
+    ):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        train = manifest["sources"]["shapes"]["train"]
+        for part in (train, *train["shards"]):
+            for name in forgotten:
+                part.pop(name, None)
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(ValueError, match=wrong):
+            Prepared(copy)
+    entry = manifest["sources"]["shapes"]
+    del entry["begin"]
+    for part in (entry["validation"], *entry["validation"]["shards"]):
+        for name in forgotten:
+            part.pop(name, None)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="train/shapes-00000 has placeholders of pictures, but no pictures"):
+        Prepared(copy).verify()
 
 
 @pytest.mark.parametrize("which", ["shapes-00000.pictures.npy", "shapes-00000.told.npy", "shapes-00000.npy"])

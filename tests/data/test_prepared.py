@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,20 @@ def test_an_interrupted_run_is_refused_and_repaired(
         Prepared(tmp_path / "out")
     prepare(sources, tokenizer, tmp_path / "out", report=lambda skipped: None)
     assert Prepared(tmp_path / "out").sources()[0].tokens(0).tolist() == first
+
+
+def test_what_a_killed_run_left_is_removed(sources: list[Source], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for split in ("train", "validation"):
+        (out / split).mkdir(parents=True)
+        for name in (".pictures.jsonl-abcdefgh", ".a-00000.bin-12345678", ".fresh.txt-abcdefgh", "mine", ".mine"):
+            (out / split / name).write_text("x")
+            if "fresh" not in name:  # which another run may be writing
+                os.utime(out / split / name, (0, 0))
+    prepare(sources, tokenizer, out, report=lambda skipped: None)
+    for split in ("train", "validation"):
+        kept = {path.name for path in (out / split).iterdir() if path.name.startswith(".") or path.name == "mine"}
+        assert kept == {".fresh.txt-abcdefgh", "mine", ".mine"}
 
 
 def test_damaged_folders_are_refused(sources: list[Source], tokenizer: Tokenizer, tmp_path: Path, prose: str) -> None:

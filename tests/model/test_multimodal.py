@@ -122,3 +122,9 @@ def test_a_preprocessed_image_fits_the_model(model):
 def test_pictures_without_their_placeholders_are_refused(model, expected, ids):
     with pytest.raises(ValueError, match=r"placeholders \(id 245\) for 1 media items with 6 feature rows"):
         model(torch.tensor([ids]), **media(expected, "one_image"))
+
+
+def test_placeholders_without_pictures_are_refused(model):
+    """They would be read as words of the text."""
+    with pytest.raises(ValueError, match=r"holds 2 placeholders \(id 245\) and no pictures were given"):
+        model(torch.tensor([[1, 245, 3], [245, 5, 6]]))

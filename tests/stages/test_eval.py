@@ -101,6 +101,20 @@ def test_mistakes_are_named(run: Path, tmp_path: Path) -> None:
         main(EvalArgs(model=run, context=1))
 
 
+def test_what_is_not_asked_about_pictures_is_said(
+    run: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of text beside pictures, and one that sees beside text."""
+    flags = {"model": run / "model", "data": (run.parent / "data",), "recall_distance": 32, "threads": 1, "bytes": 400}
+    main(EvalArgs(**flags))
+    assert "pictures:" not in capsys.readouterr().err
+    monkeypatch.setattr("nanok3.stages.eval.picture_folders", list)
+    main(EvalArgs(**flags))
+    assert "pictures: this model has no vision tower, so none is asked about" in capsys.readouterr().err
+    main(EvalArgs(**flags, pictures=False))
+    assert "pictures:" not in capsys.readouterr().err
+
+
 def test_frequent_ids_and_the_diagnosis_batch() -> None:
     encoded = {"a": [[1, 1, 1, 2], [3, 3]], "b": [[2, 3, 5, 7, 9]]}
     assert frequent_ids(encoded, 3) == [1, 3, 2]
