@@ -124,7 +124,7 @@ def _talk(args: DemoArgs, console: Console) -> None:
     serve = ["serve", f"{args.out}/run", *(["--port", str(args.port)] if args.port != 8000 else [])]
     console.print(f"Talk to it here:        {called} {shlex.join(chat)}")
     if picture is not None:
-        console.print(f"and show it a picture:  /image {picture}    and on the next line: Question: Which shape?")
+        console.print(f"and show it a picture:  /image {picture}    and then:  /ask Which shape?")
     console.print(f"or in the browser:      {called} {shlex.join(serve)}    then open http://127.0.0.1:{args.port}/")
     if args.serve:
         _run(serve)

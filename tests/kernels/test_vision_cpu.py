@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -219,3 +221,25 @@ def test_the_tower_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     turn = turns((1, 4, 6), 32, torch.empty(0))
     block(torch.randn(24, 64), turn, [24]).sum().backward()
     assert block.wqkv.weight.grad is not None
+
+
+MEMORY = """
+import resource, torch
+from nanok3.kernels import vision_cpu
+from nanok3.model.moonvit import turns
+
+grid = (1, 96, 128)
+turn, d_o = turns(grid, 32, torch.empty(0)), torch.randn(96 * 128, 1, 32)
+qkv = torch.randn(96 * 128, 3, 1, 32, requires_grad=True)
+vision_cpu.attention(qkv[:4], turn[:4], [4]).sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+vision_cpu.attention(qkv, turn, [96 * 128]).backward(d_o)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@needs_kernel
+def test_attention_needs_memory_linear_in_patches() -> None:
+    """One item of 12,288 patches, forward and backward: a matrix of its scores would be 604 MB."""
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert 0 <= 1024 * int(done.stdout) < 60e6
