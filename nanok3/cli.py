@@ -50,6 +50,13 @@ COMMANDS = {
 }
 
 
+BRIEF_WAIT = {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"}
+"""Read by OpenMP (GNU's and LLVM's) when torch loads: a thread that waits spins for about as long as waking it up takes,
+then sleeps. A step of the demo's model takes 0.18 s with two threads so, 0.31 where they sleep at once, whose kernels
+are over before the second is awake; beside two busy processes 0.57 and 0.34. Spinning for long, the libraries' own
+choice, takes ten times as long there."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, 2 for a user's mistake, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
@@ -76,9 +83,9 @@ def _run(argv: list[str]) -> int:
         print(f"nanok3: unknown command {argv[0]!r}\n\n{_overview()}", file=sys.stderr)
         return 2
     command = COMMANDS[argv[0]]
-    # Read by OpenMP when torch loads. Threads that spin while they wait cost a tenth less on a quiet machine, and ten
-    # times as long on a busy one; and torch's threads would spin against those of our kernels.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        for name, value in BRIEF_WAIT.items():
+            os.environ.setdefault(name, value)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # progress is seen at once, in a file or a pipe as well
     stage = importlib.import_module(f"nanok3.stages.{command.module}")

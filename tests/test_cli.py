@@ -60,13 +60,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("nanok3 0.")
 
 
-def test_threads_do_not_spin_unless_asked_to(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+@pytest.mark.parametrize("chosen", [{}, {"GOMP_SPINCOUNT": "0"}, {"OMP_WAIT_POLICY": "active"}])
+def test_threads_spin_briefly_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path, chosen: dict[str, str]
+) -> None:
     import os
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+        if name in chosen:
+            monkeypatch.setenv(name, chosen[name])
     main(["inspect", "tiny"])
-    assert os.environ["OMP_WAIT_POLICY"] == "passive"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    main(["inspect", "tiny"])
-    assert os.environ["OMP_WAIT_POLICY"] == "active"
+    expected = chosen if "OMP_WAIT_POLICY" in chosen else {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"} | chosen
+    found = {name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
+    assert {name: value for name, value in found.items() if value is not None} == expected
+    for name in expected:
+        monkeypatch.delenv(name, raising=False)

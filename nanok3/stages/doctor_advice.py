@@ -42,7 +42,7 @@ def _thread_advice(facts: Facts) -> Iterator[str]:
     if facts.wait_policy is not None and facts.wait_policy.lower() != "passive":
         yield (
             f"OMP_WAIT_POLICY is {facts.wait_policy!r}: threads spin while they wait, ten times slower on a busy "
-            "machine. Leave it unset (nanok3 then sets passive)."
+            "machine. Leave it unset (nanok3 then lets them spin briefly)."
         )
     if busy(facts):
         yield f"The load is {facts.load:.1f} on {facts.cores} cores: other work runs, and the rates here are too low."
