@@ -51,10 +51,10 @@ COMMANDS = {
 
 
 BRIEF_WAIT = {"GOMP_SPINCOUNT": "5000", "KMP_BLOCKTIME": "1"}
-"""Read by OpenMP (GNU's and LLVM's) when torch loads: a thread that waits spins for about as long as waking it up takes,
-then sleeps. A step of the demo's model takes 0.18 s with two threads so, 0.31 where they sleep at once, whose kernels
-are over before the second is awake; beside two busy processes 0.57 and 0.34. Spinning for long, the libraries' own
-choice, takes ten times as long there."""
+"""Read by OpenMP (GNU's and LLVM's) when torch loads: a thread that waits spins about as long as it takes to wake one,
+and then sleeps. A step of the demo's model takes 0.18 s with two threads so, and 0.31 where they sleep at once, since
+small kernels are over before the second is awake; beside two busy processes 0.57 and 0.34. Spinning for long, the
+libraries' own choice, may take ten times as long there."""
 
 
 def main(argv: list[str] | None = None) -> int:
