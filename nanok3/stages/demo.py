@@ -60,7 +60,7 @@ class DemoArgs:
     pictures: bool = True
     """Learn from text and pictures together; --no-pictures: from text alone."""
     minutes: float | None = None
-    """Minutes of training; 8.5 when not given (0.6 with --quick)."""
+    """Minutes of training; 9.5 when not given (0.6 with --quick)."""
     threads: int | None = None
     """CPU threads; all cores when not given."""
     chat: bool = True
@@ -147,7 +147,7 @@ def road(args: DemoArgs) -> list[Step]:
     """The steps as commands."""
     out = args.out or Path("runs/demo")
     run, data, tokenizer = out / "run", out / "data", out / "tokenizer"
-    minutes = args.minutes or (0.6 if args.quick else 8.5)
+    minutes = args.minutes or (0.6 if args.quick else 9.5)
     threads = ["--threads", str(args.threads)] if args.threads is not None else []
     learn = ["--max-bytes", "3000000"] if args.quick else []
     sample = ["--bytes", "50000"] if args.quick else []
@@ -167,20 +167,20 @@ def road(args: DemoArgs) -> list[Step]:
     return [
         Step(
             "Fetch real text and learn a tokenizer from it",
-            12 if args.quick else 30,
+            12 if args.quick else 20,
             ["tokenizer", "--out", str(tokenizer), *learn],
             (tokenizer / "tiktoken.model").exists,
         ),
         Step(
             "Split, deduplicate and encode the text" + (", and draw pictures" if args.pictures else ""),
-            18 if args.quick or not args.pictures else 60,
+            18 if args.quick or not args.pictures else 45,
             ["data", "--tokenizer", str(tokenizer), "--out", str(data), *draw],
             (data / "manifest.json").exists,
         ),
         Step("Train a small K3 on it", 60 * minutes + 10, train, (run / "model" / "config.json").exists),
         Step(
             "Measure what it learned, on what it has not seen",
-            24 if args.quick else 90 if args.pictures else 60,
+            24 if args.quick else 40,
             ["eval", str(run), "--data", str(data), *sample, *threads],
             (run / "final.json").exists,
         ),
