@@ -283,10 +283,10 @@ def load(
         raise ValueError(f"dtype is {dtype}; allowed: a floating-point dtype or None (as stored)")
     _check_streaming(experts, expert_memory, torch.device(device))
     cfg = K3Config.from_json(folder / "config.json")
-    entries = _without_cut_layers(cfg, checkpoint_entries(folder))
+    entries = without_cut_layers(cfg, checkpoint_entries(folder))
     packed = any(name.endswith(".weight_packed") for name in entries)
     wanted = disk_tensors(cfg, packed)
-    _refuse_misfits(folder, cfg, wanted, entries)
+    refuse_misfits(folder, cfg, wanted, entries)
     with torch.device("meta"):
         model = K3(cfg)
     if experts == "stream":
@@ -377,7 +377,7 @@ def _expert_form(routed: dict[str, DiskTensor], entries: dict[str, _Entry], dtyp
     return ExpertForm(tensors)
 
 
-def _without_cut_layers(cfg: K3Config, entries: dict[str, _Entry]) -> dict[str, _Entry]:
+def without_cut_layers(cfg: K3Config, entries: dict[str, _Entry]) -> dict[str, _Entry]:
     """A config cut to fewer layers loads from the whole checkpoint: layers past its end are left out."""
     layer = re.compile(re.escape(cfg.text_prefix) + r"model\.layers\.(\d+)\.")
 
@@ -388,7 +388,8 @@ def _without_cut_layers(cfg: K3Config, entries: dict[str, _Entry]) -> dict[str, 
     return {name: entry for name, entry in entries.items() if kept(name)}
 
 
-def _refuse_misfits(folder: Path, cfg: K3Config, wanted: dict[str, DiskTensor], entries: dict[str, _Entry]) -> None:
+def refuse_misfits(folder: Path, cfg: K3Config, wanted: dict[str, DiskTensor], entries: dict[str, _Entry]) -> None:
+    """ValueError with everything that is missing, unknown or of another shape or type, in one list."""
     problems = []
     missing = [name for name in wanted if name not in entries]
     extra = [name for name in entries if name not in wanted]

@@ -73,18 +73,18 @@ def main(args: ExportArgs) -> None:
 def plan_of(folder: Path, dtype: str) -> Plan:
     """The tensors to be written. ValueError for what llama.cpp cannot hold and for a folder that does not fit."""
     from nanok3.config import K3Config
-    from nanok3.model.weights import _refuse_misfits, _without_cut_layers, checkpoint_entries, disk_tensors
+    from nanok3.model.weights import checkpoint_entries, disk_tensors, refuse_misfits, without_cut_layers
     from nanok3.quant.llama_cpp import FILE_TYPES, Plan, refusals
 
     cfg = K3Config.from_json(folder)
     reasons = refusals(cfg, dtype)
     if reasons:
         raise ValueError(f"{folder}: llama.cpp cannot run this model: {'; '.join(reasons)}")
-    entries = _without_cut_layers(cfg, checkpoint_entries(folder))
+    entries = without_cut_layers(cfg, checkpoint_entries(folder))
     packed = any(name.endswith(".weight_packed") for name in entries)
     text = {name: entry for name, entry in entries.items() if name.startswith(cfg.text_prefix)}
     wanted = {name: spec for name, spec in disk_tensors(cfg, packed).items() if name.startswith(cfg.text_prefix)}
-    _refuse_misfits(folder, cfg, wanted, text)
+    refuse_misfits(folder, cfg, wanted, text)
     return Plan(cfg, lambda name: read_stored(cfg.text_prefix + name, text), packed, FILE_TYPES[dtype])
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nanok3.train.loop import Trainer
 
 
-SEEING: dict[str, Any] = {"minutes": 30.0, "batch_size": 4, "precision": "float32"}
+SEEING: dict[str, Any] = {"minutes": 30.0, "batch_size": 4}
 SEEING |= {"lr": 5e-3, "vision_lr_scale": 0.25, "vision_optimizer": "muon"}
 GLANCE: dict[str, Any] = {"batch_size": 4, "lr": 6e-3, "adam_lr_scale": 0.6, "final_lr_fraction": 0.03}
 GLANCE |= {"vision_lr_scale": 0.28, "vision_optimizer": "muon", "picture_lead": 0.33}
